@@ -1,0 +1,1 @@
+"""Settled: every message is settled exactly one way."""
