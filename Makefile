@@ -1,0 +1,41 @@
+PYTHON ?= python3
+BIN := .venv/bin
+SHELL := /bin/bash
+
+.PHONY: run test check lint types imports bench clean
+
+run: .venv/run-installed
+	@$(BIN)/python -m examples.settle_orders
+
+test: .venv/dev-installed
+	$(BIN)/python -m pytest
+
+check: lint types imports
+
+lint: .venv/dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev-installed
+	$(BIN)/mypy
+
+imports: .venv/dev-installed
+	$(BIN)/lint-imports
+
+bench: .venv/dev-installed
+	$(BIN)/python bench/core.py
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Settled needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+
+.venv/run-installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli]'
+	@touch $@
+
+.venv/dev-installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ .venv/run-installed
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache

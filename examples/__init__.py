@@ -1,0 +1,1 @@
+"""Runnable examples; each one is a test too."""

@@ -1,0 +1,90 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from settled._version import __version__
+from settled.app import AppStatus
+from settled.loading import CannotLoad, load
+from settled.observe import logging as observe_logging
+from settled.signals import ConfigurationError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False)
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Settled: every message is settled exactly one way."""
+    if version:
+        _out.print(f"settled {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    target: Annotated[
+        str, typer.Argument(metavar="MODULE:APP", help="Where the app is, e.g. shop.orders:app.")
+    ],
+    performers: Annotated[
+        int | None, typer.Option(min=1, help="How many pumps run each subscription; default: as it says.")
+    ] = None,
+    reload: Annotated[bool, typer.Option("--reload", help="Start anew when a Python file changes.")] = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log as JSON, a line each.")] = False,
+) -> None:
+    """Run an app until SIGINT or SIGTERM; then settle what is in hand and release the rest."""
+    if log_level not in ("debug", "info", "warning", "error"):
+        _fail(f"--log-level must be debug, info, warning or error, got {log_level!r}")
+    if reload:
+        _run_reloading()
+        return
+    observe_logging.configure(log_level, as_json=log_json)
+    try:
+        found = load(target)
+        if performers is not None:
+            found.subscriptions = [
+                replace(s, policy=replace(s.policy, performers=performers)) for s in found.subscriptions
+            ]
+        for subscription in found.subscriptions:
+            _err.print(f"settled: {subscription.name} x {subscription.policy.performers}")
+        status = found.run()
+    except (CannotLoad, ConfigurationError) as error:
+        _fail(str(error))
+    _summary(status)
+    if not status.healthy:
+        raise typer.Exit(1)
+
+
+def _run_reloading() -> None:
+    from watchfiles import PythonFilter, run_process
+
+    arguments = [argument for argument in sys.argv[1:] if argument != "--reload"]
+    command = shlex.join([sys.executable, "-m", "settled", *arguments])
+    _err.print("settled: watching for changes")
+    run_process(".", target=command, target_type="command", watch_filter=PythonFilter(), sigint_timeout=15)
+
+
+def _summary(status: AppStatus) -> None:
+    for s in status.subscriptions:
+        c = s.counts
+        _err.print(
+            f"settled: {s.name}: {s.status}{f' ({s.why})' if s.why else ''}: received={c.received} "
+            f"acked={c.acked} requeued={c.requeued} released={c.nacked} rejected={c.rejected} left={c.left}",
+            soft_wrap=True,
+        )
+
+
+def _fail(text: str) -> NoReturn:
+    _err.print(f"settled: {text}", markup=False, soft_wrap=True)
+    raise typer.Exit(2)

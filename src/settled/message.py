@@ -1,0 +1,186 @@
+"""What a handler sees of a message, and how it settles it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Generator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, TypeVar
+
+from settled import cloudevents
+from settled.cloudevents import CloudEvent
+from settled.codec import Decode, content_type_of
+from settled.settlement import Ack, Action, Reason, Reject, Requeue
+
+T = TypeVar("T")
+
+_claims = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    """What the broker knows of a delivery; None where it has no such thing."""
+
+    stream_sequence: int | None = None
+    consumer_sequence: int | None = None
+    timestamp: datetime | None = None
+    pending: int | None = None
+    redelivery_count: int = 0
+    consumer: str | None = None
+    lane: str | None = None
+    lease: str | None = None
+
+
+class Delivery:
+    """A message as a transport hands it out: raw, and open until somebody claims the right to settle it."""
+
+    __slots__ = ("attempt", "data", "headers", "id", "lane", "settled", "subject")
+
+    def __init__(
+        self,
+        *,
+        id: str,  # noqa: A002
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str],
+        attempt: int = 1,
+        lane: str | None = None,
+    ) -> None:
+        self.id = id
+        self.subject = subject
+        self.data = data
+        self.headers = headers
+        self.attempt = attempt
+        self.lane = lane
+        self.settled = False
+
+    def metadata(self) -> Metadata:
+        """The facts beside the payload; worked out only when asked for."""
+        return Metadata(redelivery_count=self.attempt - 1, lane=self.lane)
+
+    def claim(self) -> bool:
+        """True for the first who asks, from whatever thread or task; that one settles."""
+        with _claims:
+            if self.settled:
+                return False
+            self.settled = True
+            return True
+
+    def reopen(self) -> None:
+        """The settle call failed: the broker does not know of it, so another may try."""
+        self.settled = False
+
+
+class Settler(Protocol):
+    """Carries out what a message asks for: at once for a sync handler, when awaited for an async one."""
+
+    def settle(self, delivery: Delivery, action: Action) -> Awaitable[None]: ...
+
+    def extend(self, delivery: Delivery) -> Awaitable[None]: ...
+
+
+class Message(Generic[T]):
+    """A typed message. A sync handler calls `ack()`, an async one awaits it; settling twice is safe.
+
+    The first settlement counts, later ones do nothing. What the broker answers reaches the caller as it is.
+    """
+
+    __slots__ = ("_delivery", "_settler", "payload")
+
+    payload: T
+    """The decoded payload."""
+
+    def __init__(self, delivery: Delivery, decode: Decode, settler: Settler) -> None:
+        self.payload = decode(delivery.data, delivery.headers)
+        self._delivery = delivery
+        self._settler = settler
+
+    @property
+    def id(self) -> str:
+        """The message's id, the same at every delivery."""
+        return self._delivery.id
+
+    @property
+    def subject(self) -> str:
+        """The subject, topic or queue it was published to."""
+        return self._delivery.subject
+
+    @property
+    def data(self) -> bytes:
+        """The raw bytes."""
+        return self._delivery.data
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers, read-only."""
+        return MappingProxyType(dict(self._delivery.headers))
+
+    @property
+    def attempt(self) -> int:
+        """Which delivery this is, as the broker counts: 1 is the first."""
+        return self._delivery.attempt
+
+    @property
+    def metadata(self) -> Metadata:
+        """Sequence numbers, time, pending count and the like."""
+        return self._delivery.metadata()
+
+    @property
+    def event(self) -> CloudEvent | None:
+        """The CloudEvent's attributes; None if the message is no CloudEvent."""
+        content_type = content_type_of(self._delivery.headers)
+        if content_type is not None and content_type.startswith(cloudevents.STRUCTURED):
+            return cloudevents.unwrap(self._delivery.data)[0]
+        return cloudevents.from_headers(self._delivery.headers, content_type)
+
+    @property
+    def settled(self) -> bool:
+        """Whether somebody has settled it."""
+        return self._delivery.settled
+
+    def ack(self) -> Awaitable[None]:
+        """Done: it does not come again."""
+        return self._settler.settle(self._delivery, _ACK)
+
+    def nak(self, delay: float | None = None) -> Awaitable[None]:
+        """Failed: comes again after `delay` seconds, by default after the broker's configured backoff."""
+        if delay is not None and not delay >= 0:
+            raise ValueError(f"nak: delay must be 0 or more seconds, got {delay!r}")
+        return self._settler.settle(self._delivery, Requeue(delay))
+
+    def term(self, reason: str | None = None) -> Awaitable[None]:
+        """Never again: to the dead letters, with the reason."""
+        return self._settler.settle(self._delivery, Reject(Reason.DELIVERY_ERROR, reason or ""))
+
+    def in_progress(self) -> Awaitable[None]:
+        """Still at it: start the broker's timeout anew."""
+        return self._settler.extend(self._delivery)
+
+    def __repr__(self) -> str:
+        return f"<Message {self.id!r} on {self.subject!r}, attempt {self.attempt}>"
+
+
+_ACK = Ack()
+
+
+class Done:
+    """An awaitable that is done already: what a sync handler gets back, and may ignore."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return
+        yield
+
+
+DONE = Done()
+
+in_hand: ContextVar[Message[Any] | None] = ContextVar("settled_message", default=None)
+
+
+def current_message() -> Message[Any] | None:
+    """The message being handled here, also in implicit mode; None outside a handler."""
+    return in_hand.get()

@@ -1,0 +1,33 @@
+"""Log lines for people, or as JSON for machines."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+
+import msgspec
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; a settlement's fields are fields of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "settled", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def configure(level: str = "info", *, as_json: bool = False) -> None:
+    """Send the log to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)-8s %(message)s")
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,66 @@
+"""What both drivers share: a pump's state, and being told to stop. No rules."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from settled.clock import Bell, Clock
+from settled.message import Delivery
+from settled.pump.log import SettlementLog, logger
+from settled.pump.loop import Counts, Effect, Status, Stopped, Strikes, pump
+from settled.settlement import describe
+from settled.subscriber import Subscription
+from settled.transports.base import Capabilities
+
+
+class Pump:
+    """One performer of a subscription."""
+
+    def __init__(
+        self,
+        subscription: Subscription,
+        clock: Clock,
+        strikes: Strikes | None = None,
+        *,
+        until_idle: bool = False,
+    ) -> None:
+        self.subscription = subscription
+        self.status = Status.CREATED
+        self.why = ""
+        self.error: BaseException | None = None
+        self.counts = Counts()
+        self.in_hand: Delivery | None = None
+        self.strikes = strikes or Strikes(subscription.policy, clock.now)
+        self._until_idle = until_idle
+        self._clock = clock
+        self._stop = Bell()
+
+    def stop(self) -> None:
+        """End after the message in hand; pauses end at once. Safe from any thread."""
+        self._stop.ring()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.rung > 0
+
+    def _effects(self, capabilities: Capabilities) -> Generator[Effect, Any, Stopped]:
+        self.status = Status.STARTED
+        return pump(
+            self.subscription.policy,
+            counts=self.counts,
+            strikes=self.strikes,
+            stopping=lambda: self._stop.rung > 0,
+            log=SettlementLog(self.subscription.source.channel),
+            wakes=capabilities.wakes,
+            until_idle=self._until_idle,
+        )
+
+    def _ended(self, stopped: Stopped) -> Stopped:
+        self.status, self.why, self.error = stopped.status, stopped.why, stopped.error
+        if stopped.status in (Status.LIMIT_EXCEEDED, Status.ERROR):
+            logger.error("pump of %s stopped: %s: %s", self.subscription.name, stopped.status, stopped.why)
+        return stopped
+
+    def _crashed(self, error: BaseException) -> Stopped:
+        return self._ended(Stopped(Status.ERROR, describe(error), error))

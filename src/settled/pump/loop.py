@@ -1,0 +1,245 @@
+"""The pump's logic, without I/O: a generator that yields what to do and is sent what came of it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import msgspec
+
+from settled.message import Delivery
+from settled.policy import Policy
+from settled.pump.log import SettlementLog
+from settled.settlement import (
+    ACKED,
+    RELEASED,
+    Ack,
+    Action,
+    Leave,
+    Nack,
+    Outcome,
+    Reject,
+    Requeue,
+    Settlement,
+    decide,
+    describe,
+)
+
+
+class Receive(msgspec.Struct, frozen=True, gc=False):
+    """Wait for messages; answered with a sequence of deliveries, or with the error."""
+
+    limit: int
+    timeout: float
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """Decode the payload and run the handler; answered with an outcome."""
+
+    delivery: Delivery
+
+
+class Settle(msgspec.Struct, frozen=True):
+    """Settle a message; answered with None, or with the error."""
+
+    delivery: Delivery
+    action: Action
+
+
+class Pause(msgspec.Struct, frozen=True, gc=False):
+    """Let time pass; over at once when the pump is told to stop."""
+
+    seconds: float
+
+
+Effect: TypeAlias = Receive | Handle | Settle | Pause
+
+
+class Status(StrEnum):
+    """What a pump is doing."""
+
+    CREATED = "created"
+    STARTED = "started"
+    STOPPED = "stopped"
+    LIMIT_EXCEEDED = "limit exceeded"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """How a pump ended, and why."""
+
+    status: Status
+    why: str
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """How deliveries ended; counted where it happens, once each."""
+
+    received: int = 0
+    acked: int = 0
+    nacked: int = 0
+    requeued: int = 0
+    rejected: int = 0
+    left: int = 0
+    settle_failed: int = 0
+    receive_failed: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    def count(self, action: Action) -> None:
+        match action:
+            case Ack():
+                self.acked += 1
+            case Nack():
+                self.nacked += 1
+            case Requeue():
+                self.requeued += 1
+            case Reject():
+                self.rejected += 1
+            case Leave():
+                self.left += 1
+
+
+class Strikes:
+    """Counts what should not go on for ever, over all performers of a subscription."""
+
+    def __init__(self, policy: Policy, now: Callable[[], float]) -> None:
+        self._limit = policy.unacceptable_limit
+        self._window = policy.unacceptable_window
+        self._now = now
+        self._lock = threading.Lock()
+        self._times: deque[float] = deque()
+        self._total = 0
+
+    def add(self) -> bool:
+        """Count one; True when that reaches the limit."""
+        with self._lock:
+            self._total += 1
+            if self._limit <= 0:
+                return False
+            now = self._now()
+            self._times.append(now)
+            while self._window is not None and self._times[0] <= now - self._window:
+                self._times.popleft()
+            while len(self._times) > self._limit:
+                self._times.popleft()
+            return len(self._times) >= self._limit
+
+    @property
+    def total(self) -> int:
+        """All strikes so far, whatever the window."""
+        return self._total
+
+    def __str__(self) -> str:
+        window = "" if self._window is None else f" within {self._window:g} s"
+        return f"{self._limit} unacceptable messages{window}"
+
+
+def pump(
+    policy: Policy,
+    *,
+    counts: Counts,
+    strikes: Strikes,
+    stopping: Callable[[], bool],
+    log: SettlementLog,
+    wakes: bool = False,
+    until_idle: bool = False,
+) -> Generator[Effect, Any, Stopped]:
+    """Receive, handle and settle until told to stop, or until the limit is reached.
+
+    `until_idle` ends it at the first empty receive, for tests and one-off runs.
+    """
+    buffered: deque[Delivery] = deque()
+    receive = Receive(policy.buffer, 0 if until_idle else policy.receive_timeout)
+    stopped = Stopped(Status.STOPPED, "told to stop")
+    while not stopping():
+        if not buffered:
+            got: Sequence[Delivery] | BaseException = yield receive
+            if isinstance(got, BaseException):
+                counts.receive_failed += 1
+                log.receive_failed(got, policy.channel_failure_delay)
+                yield Pause(policy.channel_failure_delay)
+            elif got:
+                counts.received += len(got)
+                buffered.extend(got)
+            elif until_idle:
+                return Stopped(Status.STOPPED, "idle")
+            elif not wakes:
+                yield Pause(policy.empty_delay)
+            continue
+        delivery = buffered.popleft()
+        if policy.ack_on_delivery and (failed := (yield Settle(delivery, Ack()))) is not None:
+            # Not ours to handle: at most once would become twice.
+            counts.settle_failed += 1
+            log.settle_failed(delivery, Ack(), failed)
+            continue
+        outcome: Outcome = yield Handle(delivery)
+        settlement = decide(outcome, policy, delivery.attempt)
+        if settlement is ACKED:
+            # The way nearly all messages go: nothing to log, to count as a strike or to wait for.
+            if (failed := (yield Settle(delivery, ACKED.action))) is None:
+                counts.acked += 1
+            else:
+                counts.settle_failed += 1
+                log.settle_failed(delivery, ACKED.action, failed)
+            continue
+        if buffered and _blocks_its_lane(delivery, settlement.action):
+            yield from _release([d for d in buffered if d.lane == delivery.lane], counts, log)
+            buffered = deque(d for d in buffered if d.lane != delivery.lane)
+        yield from _settle(delivery, settlement, counts, log)
+        if settlement.strike and strikes.add():
+            stopped = Stopped(Status.LIMIT_EXCEEDED, f"{strikes}; the last one: {_why(settlement)}")
+            break
+        if settlement.stop:
+            stopped = _stop_for(settlement)
+            break
+        if settlement.pause:
+            yield Pause(settlement.pause)
+    yield from _release(buffered, counts, log)
+    return stopped
+
+
+def _blocks_its_lane(delivery: Delivery, action: Action) -> bool:
+    """Whether what is buffered behind this message has to wait for it, and so must be given back."""
+    return isinstance(action, Nack) or (isinstance(action, Requeue) and delivery.lane is not None)
+
+
+def _release(
+    deliveries: Sequence[Delivery], counts: Counts, log: SettlementLog
+) -> Generator[Effect, Any, None]:
+    # Last first, so that a broker which gives back to the head ends up with the old order.
+    for delivery in reversed(deliveries):
+        yield from _settle(delivery, RELEASED, counts, log)
+
+
+def _settle(
+    delivery: Delivery, settlement: Settlement, counts: Counts, log: SettlementLog
+) -> Generator[Effect, Any, None]:
+    action = settlement.action
+    if not isinstance(action, Leave):
+        failed: BaseException | None = yield Settle(delivery, action)
+        if failed is not None:
+            counts.settle_failed += 1
+            log.settle_failed(delivery, action, failed)
+            return
+    counts.count(action)
+    log.settled(delivery, settlement)
+
+
+def _stop_for(settlement: Settlement) -> Stopped:
+    asked = next((e for e in settlement.errors if not isinstance(e, Exception)), None)
+    if asked is not None:
+        return Stopped(Status.STOPPED, f"the handler raised {describe(asked)}", asked)
+    return Stopped(Status.ERROR, _why(settlement), settlement.errors[0])
+
+
+def _why(settlement: Settlement) -> str:
+    return "; ".join(describe(error) for error in settlement.errors) or settlement.signal

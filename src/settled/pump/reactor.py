@@ -1,0 +1,96 @@
+"""Runs the pump's effects with blocking calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from settled.clock import Clock
+from settled.message import Message, in_hand
+from settled.pump.driver import Pump
+from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped, Strikes
+from settled.pump.settlers import BlockingSettler
+from settled.settlement import Nack, Outcome, Raised, Returned, Undecodable
+from settled.subscriber import Subscription
+from settled.transports.base import Channel
+
+_RETURNED = Returned()
+
+
+class Reactor(Pump):
+    """The driver of sync handlers; `run()` blocks until the pump ends."""
+
+    def __init__(
+        self,
+        subscription: Subscription,
+        channel: Channel,
+        clock: Clock,
+        strikes: Strikes | None = None,
+        *,
+        until_idle: bool = False,
+    ) -> None:
+        super().__init__(subscription, clock, strikes, until_idle=until_idle)
+        self.channel = channel
+        self._settler = BlockingSettler(channel)
+
+    def stop(self) -> None:
+        super().stop()
+        self.channel.wake()
+
+    def run(self) -> Stopped:
+        """Pump until told to stop, or until the limit is reached."""
+        effects = self._effects(self.channel.capabilities)
+        carry_out: dict[type[Effect], Callable[[Any], Any]] = {
+            Handle: self._handle,
+            Settle: self._settle,
+            Receive: self._receive,
+            Pause: self._pause,
+        }
+        try:
+            effect = next(effects)
+            while True:
+                effect = effects.send(carry_out[type(effect)](effect))
+        except StopIteration as end:
+            return self._ended(end.value)
+        except BaseException as error:
+            self._crashed(error)
+            raise
+
+    def release(self) -> None:
+        """Give back the message of a handler that did not end in time; what it does later is too late."""
+        delivery = self.in_hand
+        if delivery is not None:
+            self._settler.settle(delivery, Nack())
+
+    def _receive(self, effect: Receive) -> Any:
+        try:
+            return self.channel.receive(effect.limit, effect.timeout)
+        except Exception as error:
+            return error
+
+    def _settle(self, effect: Settle) -> Exception | None:
+        try:
+            self._settler.settle(effect.delivery, effect.action)
+        except Exception as error:
+            return error
+        return None
+
+    def _pause(self, effect: Pause) -> None:
+        self._clock.wait(self._stop, 0, effect.seconds)
+
+    def _handle(self, effect: Handle) -> Outcome:
+        delivery = effect.delivery
+        try:
+            message: Message[Any] = Message(delivery, self.subscription.decode, self._settler)
+        except Exception as error:
+            return Undecodable(error)
+        self.in_hand = delivery
+        token = in_hand.set(message)
+        try:
+            self.subscription.invoke(message)
+        except BaseException as error:
+            return Raised(error, delivery.settled)
+        finally:
+            in_hand.reset(token)
+            self.in_hand = None
+        return _RETURNED

@@ -1,0 +1,85 @@
+"""From what a message or the pump asks for to a call on the channel, once a delivery."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Coroutine
+from typing import Any, assert_never
+
+from settled.message import DONE, Delivery
+from settled.settlement import Ack, Action, Leave, Nack, Reject, Requeue
+from settled.transports.base import AsyncChannel, Channel
+
+
+def perform(channel: Channel | AsyncChannel, delivery: Delivery, action: Action) -> Awaitable[None] | None:
+    """The channel's call for an action; awaitable if the channel is."""
+    match action:
+        case Ack():
+            return channel.ack(delivery)
+        case Nack():
+            return channel.nack(delivery)
+        case Requeue(delay):
+            return channel.requeue(delivery, delay)
+        case Reject():
+            return channel.reject(delivery, action)
+        case Leave():
+            raise ValueError(f"message {delivery.id!r}: a message that is left alone is not settled")
+        case _:
+            assert_never(action)
+
+
+class BlockingSettler:
+    """Settles on a blocking channel, at once."""
+
+    __slots__ = ("_channel",)
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def settle(self, delivery: Delivery, action: Action) -> Awaitable[None]:
+        if delivery.claim():
+            try:
+                perform(self._channel, delivery, action)
+            except BaseException:
+                delivery.reopen()
+                raise
+        return DONE
+
+    def extend(self, delivery: Delivery) -> Awaitable[None]:
+        self._channel.extend(delivery)
+        return DONE
+
+
+class AwaitableSettler:
+    """Settles on an awaitable channel: in the loop's own thread when awaited, in another thread at once."""
+
+    __slots__ = ("_channel", "_loop", "_thread")
+
+    def __init__(self, channel: AsyncChannel) -> None:
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+
+    def settle(self, delivery: Delivery, action: Action) -> Awaitable[None]:
+        return self._here(self._settle(delivery, action))
+
+    def extend(self, delivery: Delivery) -> Awaitable[None]:
+        return self._here(self._channel.extend(delivery))
+
+    def _here(self, call: Coroutine[Any, Any, None]) -> Awaitable[None]:
+        if threading.get_ident() == self._thread:
+            return call
+        asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        return DONE
+
+    async def _settle(self, delivery: Delivery, action: Action) -> None:
+        # Claimed only when awaited: an `ack()` that nobody awaits must not count as one.
+        if delivery.claim():
+            try:
+                done = perform(self._channel, delivery, action)
+                if done is not None:
+                    await done
+            except BaseException:
+                delivery.reopen()
+                raise

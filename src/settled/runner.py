@@ -1,0 +1,215 @@
+"""Runs the pumps of an app: tasks for async handlers, threads for sync ones, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Sequence
+
+from settled.clock import Clock
+from settled.handlers.layers import layers
+from settled.policy import OnError
+from settled.pump import Counts, Proactor, Reactor, Status
+from settled.pump.log import logger
+from settled.pump.loop import Strikes
+from settled.subscriber import Subscription
+from settled.transports.base import Capabilities, NackMeans, Transport
+
+
+class Crew:
+    """All performers of one subscription."""
+
+    def __init__(self, subscription: Subscription, clock: Clock) -> None:
+        self.subscription = subscription
+        self.strikes = Strikes(subscription.policy, clock.now)
+        self.pumps: list[Reactor | Proactor] = []
+        self.done: list[asyncio.Future[None]] = []
+        self._clock = clock
+
+    @property
+    def status(self) -> Status:
+        """Started while any performer is; else how the first that did not end by request ended."""
+        states = [pump.status for pump in self.pumps]
+        for status in (Status.ERROR, Status.LIMIT_EXCEEDED, Status.STARTED):
+            if status in states:
+                return status
+        return states[0] if states else Status.CREATED
+
+    @property
+    def why(self) -> str:
+        return next((pump.why for pump in self.pumps if pump.why and pump.status is self.status), "")
+
+    @property
+    def running(self) -> int:
+        return sum(pump.status is Status.STARTED for pump in self.pumps)
+
+    @property
+    def counts(self) -> Counts:
+        return sum((pump.counts for pump in self.pumps), Counts())
+
+    @property
+    def name(self) -> str:
+        return self.subscription.name
+
+    def start(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
+        for number in range(self.subscription.policy.performers):
+            if self.subscription.is_async:
+                self._start_task(transport, number)
+            else:
+                self._start_thread(transport, loop, number)
+        self._warn(self.pumps[0].channel.capabilities)
+
+    def _start_task(self, transport: Transport, number: int) -> None:
+        channel = transport.async_channel(self.subscription.source)
+        proactor = Proactor(self.subscription, channel, self._clock, self.strikes)
+        self.pumps.append(proactor)
+
+        async def perform() -> None:
+            try:
+                await proactor.run()
+            except (Exception, asyncio.CancelledError):
+                logger.debug("pump of %s ended", self.name, exc_info=True)
+            finally:
+                self._one_ended(proactor)
+
+        self.done.append(asyncio.create_task(perform(), name=f"{self.name}#{number}"))
+
+    def _start_thread(self, transport: Transport, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        channel = transport.channel(self.subscription.source)
+        reactor = Reactor(self.subscription, channel, self._clock, self.strikes)
+        done: asyncio.Future[None] = loop.create_future()
+        self.pumps.append(reactor)
+        self.done.append(done)
+
+        def perform() -> None:
+            try:
+                reactor.run()
+            except BaseException:
+                logger.debug("pump of %s ended", self.name, exc_info=True)
+            finally:
+                self._one_ended(reactor)
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(_set, done)
+
+        # A daemon: a handler that never ends must not keep the process.
+        threading.Thread(target=perform, name=f"{self.name}#{number}", daemon=True).start()
+
+    def _one_ended(self, pump: Reactor | Proactor) -> None:
+        if pump.status in (Status.LIMIT_EXCEEDED, Status.ERROR):
+            # The limit is the subscription's, not a performer's.
+            self.stop()
+
+    def stop(self) -> None:
+        for pump in self.pumps:
+            pump.stop()
+
+    async def close(self) -> None:
+        for pump in self.pumps:
+            if isinstance(pump, Proactor):
+                await pump.channel.close()
+            else:
+                # It may wait for this very loop, so it must not be called in it.
+                await asyncio.to_thread(pump.channel.close)
+
+    def _warn(self, capabilities: Capabilities) -> None:
+        policy = self.subscription.policy
+        releases = policy.on_error is OnError.DONT_ACK or any(
+            layer.releases for layer in layers(self.subscription.handler)
+        )
+        if capabilities.nack is NackMeans.NONE and releases:
+            logger.warning(
+                "%s: asks not to acknowledge, but this transport cannot give a message back: it will be lost",
+                self.name,
+            )
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Runner:
+    """One run of an app."""
+
+    def __init__(self, subscriptions: Sequence[Subscription], transport: Transport, clock: Clock) -> None:
+        self.crews = [Crew(subscription, clock) for subscription in subscriptions]
+        self.is_running = False
+        self._transport = transport
+        self._stop: asyncio.Event | None = None
+        self._hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Check, open, pump until stopped, drain, release, close."""
+        for crew in self.crews:
+            for layer in layers(crew.subscription.handler):
+                if layer.check is not None:
+                    layer.check()
+        self._stop = stop
+        await self._transport.open()
+        self.is_running = True
+        try:
+            for crew in self.crews:
+                crew.start(self._transport, self._loop)
+            ended = asyncio.create_task(_all(done for crew in self.crews for done in crew.done))
+            stopped = asyncio.create_task(_when(stop))
+            try:
+                await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stopped.cancel()
+                ended.cancel()
+                await self._drain()
+        finally:
+            for crew in self.crews:
+                await crew.close()
+            await self._transport.close()
+            self.is_running = False
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._set_stop)
+
+    def _set_stop(self) -> None:
+        if self._stop is not None:
+            self._stop.set()
+
+    def hurry(self) -> None:
+        """Do not wait for handlers any longer."""
+        self._hurry.set()
+
+    async def _drain(self) -> None:
+        for crew in self.crews:
+            crew.stop()
+        await asyncio.gather(*(self._drain_crew(crew) for crew in self.crews))
+
+    async def _drain_crew(self, crew: Crew) -> None:
+        hurry = asyncio.create_task(_when(self._hurry))
+        ended = asyncio.create_task(_all(crew.done))
+        await asyncio.wait(
+            {ended, hurry},
+            timeout=crew.subscription.policy.shutdown_grace,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        ended.cancel()
+        hurry.cancel()
+        for pump, done in zip(crew.pumps, crew.done, strict=True):
+            if not done.done():
+                logger.warning("%s: a handler goes on after the stop; releasing its message", crew.name)
+                if isinstance(pump, Reactor):
+                    await asyncio.to_thread(pump.release)
+                else:
+                    done.cancel()
+        # A cancelled task still has to release what it holds; a thread cannot be made to end.
+        tasks = [done for pump, done in zip(crew.pumps, crew.done, strict=True) if isinstance(pump, Proactor)]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_RELEASE_TIMEOUT)
+
+
+_RELEASE_TIMEOUT = 5.0
+
+
+async def _all(futures: Iterable[asyncio.Future[None]]) -> None:
+    await asyncio.wait([*futures])
+
+
+async def _when(event: asyncio.Event) -> None:
+    await event.wait()

@@ -1,0 +1,171 @@
+"""What a transport has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from settled.message import Delivery
+from settled.settlement import Reject
+
+
+class NackMeans(Enum):
+    """What giving a message back means on a broker."""
+
+    RELEASE = "release"
+    """It is available to anyone at once."""
+    REWIND = "rewind"
+    """The consumer seeks back to it."""
+    LEASE = "lease"
+    """It comes again when its timeout has passed."""
+    NONE = "none"
+    """It cannot be given back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a channel can do, so that nothing has to be found out by failing."""
+
+    nack: NackMeans = NackMeans.RELEASE
+    wakes: bool = False
+    """A receive that waits ends when a message arrives, so no pause is needed after an empty one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a subscription reads: a channel, as which group, and where its rejects go."""
+
+    channel: str
+    group: str | None = None
+    dead_letter: str | None = None
+    invalid: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """A message on its way to a transport."""
+
+    subject: str
+    data: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    id: str | None = None
+    lane: str | None = None
+    delay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What became of a published message; a duplicate names the first one."""
+
+    id: str
+    duplicate: bool = False
+    sequence: int | None = None
+    lane: str | None = None
+
+
+class Publication(Awaitable[Published]):
+    """A publish call: done when it returns in sync code, done when awaited in async code."""
+
+    __slots__ = ("_call", "_result")
+
+    def __init__(self, call: Awaitable[Published] | None, result: Published | None) -> None:
+        self._call = call
+        self._result = result
+
+    @classmethod
+    def of(cls, result: Published) -> Publication:
+        """One that is done."""
+        return cls(None, result)
+
+    @classmethod
+    def when_awaited(cls, call: Awaitable[Published]) -> Publication:
+        """One that is done when it is awaited."""
+        return cls(call, None)
+
+    def result(self) -> Published:
+        """What became of it."""
+        if self._result is None:
+            raise RuntimeError("this message is not published yet: in async code, await app.publish(...)")
+        return self._result
+
+    def __await__(self) -> Generator[Any, None, Published]:
+        if self._result is None and self._call is not None:
+            self._result = yield from self._call.__await__()
+        return self.result()
+
+
+class LeaseLost(Exception):
+    """The message is no longer this consumer's to settle: its lease ran out, or it is settled already."""
+
+
+class Channel(Protocol):
+    """A subscription's end of a broker, with blocking calls."""
+
+    capabilities: Capabilities
+
+    def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
+        """Up to `limit` messages; waits at most `timeout` seconds for the first."""
+
+    def ack(self, delivery: Delivery) -> None:
+        """Done with it."""
+
+    def nack(self, delivery: Delivery) -> None:
+        """Give it back now, to anyone; no attempt is counted where the broker allows that."""
+
+    def requeue(self, delivery: Delivery, delay: float | None) -> None:
+        """It failed: count an attempt, bring it again after `delay`, or after the configured backoff."""
+
+    def reject(self, delivery: Delivery, rejection: Reject) -> None:
+        """Move it to the dead letters, or to the invalid-message channel, and be done with it."""
+
+    def extend(self, delivery: Delivery) -> None:
+        """Start its lease anew."""
+
+    def wake(self) -> None:
+        """End a receive that is waiting."""
+
+    def close(self) -> None:
+        """Stop receiving; what is unsettled stays the broker's."""
+
+
+class AsyncChannel(Protocol):
+    """The same, with awaitable calls."""
+
+    capabilities: Capabilities
+
+    async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]: ...
+
+    async def ack(self, delivery: Delivery) -> None: ...
+
+    async def nack(self, delivery: Delivery) -> None: ...
+
+    async def requeue(self, delivery: Delivery, delay: float | None) -> None: ...
+
+    async def reject(self, delivery: Delivery, rejection: Reject) -> None: ...
+
+    async def extend(self, delivery: Delivery) -> None: ...
+
+    def wake(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """A broker: opened once, then asked for channels."""
+
+    async def open(self) -> None:
+        """Connect; called in the loop that the app runs on."""
+
+    async def close(self) -> None:
+        """Disconnect, after every channel is closed."""
+
+    def channel(self, source: Source) -> Channel:
+        """A blocking channel, for a sync handler."""
+
+    def async_channel(self, source: Source) -> AsyncChannel:
+        """An awaitable channel, for an async handler."""
+
+    def publish(self, message: Outgoing) -> Publication:
+        """Hand the message over; awaited in async code, done when it returns elsewhere."""
