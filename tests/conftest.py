@@ -107,8 +107,6 @@ def raising(error: BaseException | Callable[[], BaseException]) -> Callable[[Any
     return behave
 
 
-
-
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """All that Settled logs, from debug on."""

@@ -62,7 +62,10 @@ def test_binary_headers_are_ascii_and_come_back_whole() -> None:
 
 
 def test_structured_mode_is_read_as_the_reference_library_writes_it() -> None:
-    for document in (to_structured(Reference(ATTRIBUTES, {"id": 1}))[1], to_json(Reference(ATTRIBUTES, {"id": 1}))):
+    for document in (
+        to_structured(Reference(ATTRIBUTES, {"id": 1}))[1],
+        to_json(Reference(ATTRIBUTES, {"id": 1})),
+    ):
         event, data, content_type = cloudevents.unwrap(document)
         assert event.subject == ATTRIBUTES["subject"]
         assert event["tenant"] == "acme"

@@ -65,7 +65,9 @@ class Opaque:
 def test_every_kind_of_type_decodes(type_: Any, expected: Any, content_type: str | None) -> None:
     headers = {} if content_type is None else {"Content-Type": content_type}
     data = (
-        msgspec.msgpack.encode({"id": 1}) if content_type == "application/msgpack" else msgspec.json.encode({"id": 1})
+        msgspec.msgpack.encode({"id": 1})
+        if content_type == "application/msgpack"
+        else msgspec.json.encode({"id": 1})
     )
     assert codec.decoder(type_)(data, headers) == expected
 

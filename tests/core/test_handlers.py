@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -24,7 +25,13 @@ from settled import (
 from settled.handlers import Features
 from tests.conftest import Order, Stage, raising
 
-SIGNALS = [DontAck("d"), Defer(3, "f"), Reject("r"), Invalid("i"), ExceptionGroup("g", [Reject("in a group")])]
+SIGNALS = [
+    DontAck("d"),
+    Defer(3, "f"),
+    Reject("r"),
+    Invalid("i"),
+    ExceptionGroup("g", [Reject("in a group")]),
+]
 ON_ERROR = [dont_ack_on_error, defer_on_error(5), reject_on_error]
 
 
@@ -167,7 +174,7 @@ def test_defer_along_a_backoff_follows_the_brokers_count(stage: Stage) -> None:
     stage.implicit(behave, defer_on_error(Backoff(initial=1, maximum=5, jitter=0)))
     stage.publish(1)
     stage.run()
-    assert [b - a for a, b in zip(times, times[1:], strict=False)] == [1, 2, 4, 5]
+    assert [b - a for a, b in itertools.pairwise(times)] == [1, 2, 4, 5]
 
 
 def test_a_reject_keeps_the_errors_text_in_the_dead_letter(stage: Stage) -> None:
@@ -275,7 +282,7 @@ def test_retry_needs_an_attempt(attempts: Any) -> None:
 
 @pytest.mark.parametrize("on_error", ON_ERROR)
 def test_an_on_error_decorator_inside_a_retry_is_refused(on_error: Any) -> None:
-    with pytest.raises(ConfigurationError, match="so nothing is ever retried; put .* above retry"):
+    with pytest.raises(ConfigurationError, match=r"so nothing is ever retried; put .* above retry"):
 
         @retry(3)
         @on_error  # type: ignore[untyped-decorator]

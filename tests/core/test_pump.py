@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -70,7 +71,7 @@ def test_ac_4_and_fr_4_the_delay_is_applied_before_the_next_iteration(stage: Sta
     stage.implicit(behave, dont_ack_delay=7.5)
     stage.publish(1)
     stage.run()
-    assert [b - a for a, b in zip(times, times[1:], strict=False)] == [7.5, 7.5]
+    assert [b - a for a, b in itertools.pairwise(times)] == [7.5, 7.5]
 
 
 def test_nfr_1_the_default_delay_is_a_second(stage: Stage) -> None:
@@ -289,7 +290,7 @@ def test_defer_comes_again_after_its_delay_then_dies_when_attempts_run_out(stage
     stage.implicit(behave, requeue_count=3)
     stage.publish(1)
     stage.run()
-    assert [b - a for a, b in zip(times, times[1:], strict=False)] == [4, 4]
+    assert [b - a for a, b in itertools.pairwise(times)] == [4, 4]
     stage.rehearsal.assert_settled("m1", "requeue", "requeue", "reject")
     (dead,) = stage.rehearsal.dead_letters("orders")
     assert (dead.attempts, dead.error) == (3, "Defer: no attempts left after 3; bank away")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
@@ -23,7 +24,7 @@ class Opaque:
 def no_parameter() -> None: ...
 
 
-def no_annotation(order) -> None: ...  # type: ignore[no-untyped-def] # noqa: ANN001
+def no_annotation(order) -> None: ...  # type: ignore[no-untyped-def]
 
 
 def bare_message(message: Message) -> None: ...  # type: ignore[type-arg]
@@ -202,7 +203,7 @@ def test_001_auto_ack_naks_on_exception_with_the_brokers_delay(stage: Stage) -> 
     stage.publish(1)
     stage.run()
     stage.rehearsal.assert_settled("m1", "requeue", "requeue", "ack")
-    assert [b - a for a, b in zip(times, times[1:], strict=False)] == [1, 2]
+    assert [b - a for a, b in itertools.pairwise(times)] == [1, 2]
 
 
 @pytest.mark.parametrize("behave", [lambda _: None])

@@ -193,7 +193,9 @@ class Conformance:
                             await channel.reject(delivery, Reject(error="no"))
                         case _:
                             await channel.ack(delivery)
-                if {b"ack", b"nack", b"requeue", b"reject"} <= set(seen) and not await channel.receive(1, 0.2):
+                if {b"ack", b"nack", b"requeue", b"reject"} <= set(seen) and not await channel.receive(
+                    1, 0.2
+                ):
                     break
             assert sorted(set(seen)) == [b"ack", b"nack", b"reject", b"requeue"]
             assert seen.count(b"requeue") == 2
