@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Self
 
+from settled.queue.core import Core
+from settled.queue.push import push_items
 from settled.queue.types import (
     QUEUE_MODE,
     AckItem,
@@ -41,14 +43,17 @@ class Engine:
     Every method may raise `Unavailable` while Postgres is away and works again when it is back.
     """
 
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
     @classmethod
     async def open(cls, dsn: str, *, worker: str | None = None, maintain: bool = True) -> Self:
         """Connect, bring the schema up to date and start the background work (`maintain`: janitor too)."""
-        raise NotImplementedError
+        return cls(await Core.open(dsn, worker))
 
     async def close(self) -> None:
         """Answer what is in flight, stop the background work and disconnect."""
-        raise NotImplementedError
+        await self._core.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,17 +65,17 @@ class Engine:
 
     async def push(self, items: Sequence[PushItem]) -> list[PushResult]:
         """Append messages durably, answer in item order; QueueFull or BadRequest refuse the whole call."""
-        raise NotImplementedError
+        return await push_items(self._core.pusher, self._core.registry, items)
 
     async def pop(self, request: PopRequest) -> Popped:
-        """Hand out a batch under a lease (auto_ack: settled at once), waiting up to `request.wait` seconds."""
-        raise NotImplementedError
+        """Hand out a batch under a lease (auto_ack: settled at once), waiting up to `wait` seconds."""
+        return await self._core.poller.pop(request)
 
     async def ack(
         self, items: Sequence[AckItem], group: str = QUEUE_MODE, *, atomic: bool = True
     ) -> list[AckResult]:
         """Settle delivered messages; `atomic`: if one cannot be, none is (the others say `not_applied`)."""
-        raise NotImplementedError
+        return await self._core.settler.settle(items, group, atomic=atomic)
 
     async def transaction(
         self, operations: Sequence[PushOp | AckOp], required_leases: Sequence[str] = ()

@@ -99,7 +99,7 @@ class PushResult(msgspec.Struct, gc=False):
 
 
 class PopRequest(msgspec.Struct, frozen=True):
-    """Which messages are wanted: of a queue, of one of its partitions, or of all queues of a namespace/task."""
+    """Which messages are wanted: of a queue, of one of its partitions, or of a namespace/task."""
 
     queue: str | None = None
     partition: str | None = None
