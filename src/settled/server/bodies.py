@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from msgspec import Raw, Struct
 
-NULL = Raw(b"null")
+# The default of a Raw field: `Raw(b"null")` would keep the API document from being made.
+ABSENT: Any = None
 Status = Literal["completed", "success", "failed", "retry", "dlq"]
 
 
@@ -19,8 +20,8 @@ class PushItem(Body):
 
     queue: str
     partition: str | None = None
-    payload: Raw = NULL
-    data: Raw = NULL
+    payload: Raw = ABSENT
+    data: Raw = ABSENT
     transaction_id: str | None = None
     trace_id: str | None = None
     headers: dict[str, str] | None = None
@@ -149,7 +150,7 @@ class StateOp(Struct, gc=False):
 
     type: Literal["upsert", "delete"]
     key: str
-    value: Raw = NULL
+    value: Raw = ABSENT
 
 
 class CycleAck(Body):

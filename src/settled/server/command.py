@@ -1,9 +1,7 @@
 """The command `settled serve`."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from pathlib import Path
 from typing import Annotated
 
 import typer

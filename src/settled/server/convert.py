@@ -40,9 +40,7 @@ def _push_item(item: bodies.PushItem, field: str, i: int) -> PushItem:
         name(partition, f"{field}[{i}].partition")
     if transaction_id is not None and (not 0 < len(transaction_id) <= 255 or "\x00" in transaction_id):
         name(transaction_id, f"{field}[{i}].transactionId")
-    payload = item.payload
-    if payload == NULL:
-        payload = item.data
+    payload = item.payload or item.data or NULL
     if item.trace_id is None and item.headers is None and item.delay_seconds is None:
         return PushItem(queue, payload, partition, transaction_id)
     return PushItem(

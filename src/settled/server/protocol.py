@@ -21,6 +21,7 @@ log = logging.getLogger("settled.server")
 
 HEADER_LIMIT = 64 * 1024
 PIPELINE_LIMIT = 16
+LINGER = 2.0
 
 
 class Shared:
@@ -74,7 +75,8 @@ class Connection(asyncio.Protocol):
     def _reset(self) -> None:
         self._url = b""
         self._body: bytes | bytearray = b""
-        self._size = 0
+        self._in_head = False
+        self._head_size = 0
         self._refused: HttpError | None = None
         self._expects = False
 
@@ -117,6 +119,10 @@ class Connection(asyncio.Protocol):
             self.started = self._loop.time()
         try:
             self._parser.feed_data(data)
+            if self._in_head:
+                self._head_size += len(data)
+                if self._head_size > HEADER_LIMIT:
+                    self._end(HttpError(431, f"request line and headers: at most {HEADER_LIMIT} bytes"))
         except httptools.HttpParserUpgrade:
             self._closing = True
         except httptools.HttpParserError as error:
@@ -128,25 +134,20 @@ class Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         """Part of the request target."""
+        self._in_head = True
         self._url += url
-        self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes | None) -> None:
         """Only the headers that change how the body is read matter here."""
-        self._count(len(name) + len(value or b""))
         if len(name) == 14 and name.lower() == b"content-length":
             if int(value or 0) > self._shared.body_limit:
                 self._refused = self._too_large()
         elif len(name) == 6 and name.lower() == b"expect":
             self._expects = (value or b"").lower() == b"100-continue"
 
-    def _count(self, size: int) -> None:
-        self._size += size
-        if self._size > HEADER_LIMIT:
-            raise HttpError(431, f"request line and headers must be at most {HEADER_LIMIT} bytes")
-
     def on_headers_complete(self) -> None:
         """A body that is too large is refused before it is read."""
+        self._in_head = False
         if self._refused is not None:
             raise self._refused
         if self._expects and self._transport is not None:
@@ -233,11 +234,15 @@ class Connection(asyncio.Protocol):
         """Answer an error that leaves the stream unreadable, after what is in flight, and hang up."""
         self._closing = True
         self.started = 0.0
-        if self._task is None:
-            self._write(error.answer(), head_only=False, keep_alive=False)
-            self.close()
-        elif self._transport is not None:
+        if self._transport is None:
+            return
+        if self._task is not None:
             self._transport.pause_reading()
+            return
+        self._write(error.answer(), head_only=False, keep_alive=False)
+        # A peer that is still sending would lose the answer to a reset: let it finish, unread.
+        self._transport.write_eof()
+        self._loop.call_later(LINGER, self.close)
 
     def close(self) -> None:
         """Hang up once what was written has gone out."""

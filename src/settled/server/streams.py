@@ -73,7 +73,7 @@ class Streams:
             partition_id(body.partition_id, "partition_id"),
             group=QUEUE_MODE if not body.consumer_group else name(body.consumer_group, "consumer_group"),
             state_ops=[
-                StateOp(op.type, _key(op.key, f"state_ops[{i}].key"), bytes(op.value))
+                StateOp(op.type, _key(op.key, f"state_ops[{i}].key"), bytes(op.value or b"null"))
                 for i, op in enumerate(ops)
             ],
             push_items=items,
