@@ -20,7 +20,7 @@ from tests.transports.conformance import Conformance
 
 class MemoryBroker:
     queue = "orders"
-    ordered_lanes = True
+    lane = None
     counts_attempts = True
 
     def __init__(self, clock: VirtualClock | None) -> None:

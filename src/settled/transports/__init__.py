@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from settled.clock import Clock
@@ -16,7 +17,36 @@ def _memory(url: str, clock: Clock) -> Transport:
     return MemoryTransport(clock=clock)
 
 
-_SCHEMES: dict[str, Callable[[str, Clock], Transport]] = {"memory": _memory}
+def _postgres(url: str, clock: Clock) -> Transport:
+    with _extra("queue", url):
+        from settled.transports.postgres import PostgresTransport
+    return PostgresTransport(url)
+
+
+def _http(url: str, clock: Clock) -> Transport:
+    with _extra("client", url):
+        from settled.transports.http import HttpTransport
+    return HttpTransport(url)
+
+
+_SCHEMES: dict[str, Callable[[str, Clock], Transport]] = {
+    "memory": _memory,
+    "postgresql": _postgres,
+    "http": _http,
+    "https": _http,
+}
+
+
+@contextmanager
+def _extra(name: str, url: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("settled"):
+            raise
+        raise ConfigurationError(
+            f"app: {urlsplit(url).scheme}:// needs {error.name}; run: pip install 'settled[{name}]'"
+        ) from error
 
 
 def connect(url: str, clock: Clock) -> Transport:

@@ -1,0 +1,156 @@
+"""`http://`: the queue through its server."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from settled.client.errors import Refused
+from settled.client.resilience import Resilience
+from settled.client.wire import Wire
+from settled.codec import JSON, TEXT, content_type_of
+from settled.message import Metadata
+from settled.transports.base import Outgoing, Published, Source
+from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Verdict, lost
+
+_LEASE_SECONDS = 300
+
+
+class _Popped(msgspec.Struct, rename="camel"):
+    transaction_id: str
+    partition_id: str
+    partition: str
+    created_at: datetime
+    data: msgspec.Raw = msgspec.Raw(b"null")
+    content_type: str = JSON
+    encoding: str | None = None
+    lease_id: str | None = None
+    headers: dict[str, str] | None = None
+    retry_count: int = 0
+
+
+class _PoppedAnswer(msgspec.Struct):
+    messages: list[_Popped] = []
+
+
+class _Pushed(msgspec.Struct):
+    transaction_id: str
+    status: str
+
+
+class _Settled(msgspec.Struct):
+    success: bool
+    message: str = ""
+    error: str | None = None
+
+
+_popped = msgspec.json.Decoder(_PoppedAnswer)
+_pushed = msgspec.json.Decoder(list[_Pushed])
+_settled = msgspec.json.Decoder(list[_Settled])
+
+
+class HttpTransport(QueueTransport):
+    """Queues on a server, reached by its URL."""
+
+    def __init__(self, url: str, resilience: Resilience | None = None) -> None:
+        super().__init__()
+        self._url = url
+        self._resilience = resilience or Resilience()
+
+    async def connect(self) -> HttpBackend:
+        backend = HttpBackend(Wire(self._url, self._resilience, 30.0, {}))
+        await backend.wire.call("GET", "/health")
+        return backend
+
+
+class HttpBackend:
+    """The HTTP API, spoken to as a backend."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+
+    async def pop(self, source: Source, limit: int, wait: float) -> list[QueueDelivery]:
+        group = source.group or DEFAULT_GROUP
+        params = {"batch": str(limit), "partitions": str(limit), "consumerGroup": group}
+        if wait > 0:
+            params |= {"wait": "true", "timeout": str(max(1, round(wait * 1000)))}
+        path = f"/api/v1/pop/queue/{quote(source.channel, safe='')}"
+        answer = await self.wire.call("GET", path, params=params, wait=wait)
+        messages = _popped.decode(answer).messages if answer else []
+        return [
+            QueueDelivery(
+                id=message.transaction_id,
+                subject=source.channel,
+                data=_bytes(message),
+                headers={"content-type": message.content_type, **(message.headers or {})},
+                lane_id=message.partition_id,
+                facts=Metadata(
+                    timestamp=message.created_at,
+                    redelivery_count=message.retry_count,
+                    consumer=group,
+                    lane=message.partition,
+                    lease=message.lease_id,
+                ),
+            )
+            for message in messages
+        ]
+
+    async def settle(self, group: str, verdicts: Sequence[Verdict]) -> list[str | None]:
+        items = [
+            {
+                "transactionId": verdict.delivery.id,
+                "partitionId": verdict.delivery.lane_id,
+                "leaseId": verdict.delivery.facts.lease,
+                "status": verdict.status,
+                "error": verdict.error,
+                "delaySeconds": verdict.delay,
+            }
+            for verdict in verdicts
+        ]
+        body = {"consumerGroup": group, "acknowledgments": items, "atomic": False}
+        answer = _settled.decode(await self.wire.call("POST", "/api/v1/ack/batch", body))
+        return [None if result.success else (result.error or result.message) for result in answer]
+
+    async def extend(self, delivery: QueueDelivery) -> None:
+        lease = quote(delivery.facts.lease or "", safe="")
+        try:
+            await self.wire.call("POST", f"/api/v1/lease/{lease}/extend", {"seconds": _LEASE_SECONDS})
+        except Refused as refused:
+            raise lost(delivery, refused.error) from refused
+
+    async def push(self, message: Outgoing, lane: str) -> Published:
+        others = {name: value for name, value in message.headers.items() if name.lower() != "content-type"}
+        item: dict[str, Any] = {
+            "queue": message.subject,
+            "partition": lane,
+            "transactionId": message.id,
+            "headers": others or None,
+            "delaySeconds": message.delay or None,
+            **_payload(message.data, content_type_of(message.headers) or JSON),
+        }
+        (pushed,) = _pushed.decode(await self.wire.call("POST", "/api/v1/push", {"items": [item]}))
+        return Published(id=pushed.transaction_id, duplicate=pushed.status == "duplicate", lane=lane)
+
+    async def close(self) -> None:
+        await self.wire.close()
+
+
+def _payload(data: bytes, content_type: str) -> dict[str, Any]:
+    """JSON goes as it is, text as a string, everything else as base64."""
+    if content_type == JSON:
+        return {"payload": msgspec.Raw(data)}
+    if content_type == TEXT:
+        return {"payload": data.decode(), "contentType": content_type}
+    return {"payload": base64.b64encode(data).decode(), "contentType": content_type, "encoding": "base64"}
+
+
+def _bytes(message: _Popped) -> bytes:
+    if message.content_type == JSON or message.content_type.endswith("+json"):
+        return bytes(message.data)
+    text = msgspec.json.decode(message.data, type=str)
+    return base64.b64decode(text) if message.encoding == "base64" else text.encode()

@@ -1,0 +1,105 @@
+"""`postgresql://`: the queue's engine in this process, on a Postgres of yours; no server in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from settled.codec import JSON, content_type_of
+from settled.message import Metadata
+from settled.queue.engine import Engine
+from settled.queue.types import AckItem, PopRequest, PushItem
+from settled.transports.base import Outgoing, Published, Source
+from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Verdict, lost
+
+_LEASE_SECONDS = 300
+
+
+class PostgresTransport(QueueTransport):
+    """Queues in a Postgres database, reached by its DSN."""
+
+    def __init__(self, dsn: str) -> None:
+        super().__init__()
+        self._dsn = dsn
+
+    async def connect(self) -> EngineBackend:
+        return EngineBackend(await Engine.open(self._dsn))
+
+
+class EngineBackend:
+    """The engine, spoken to as a backend."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def pop(self, source: Source, limit: int, wait: float) -> list[QueueDelivery]:
+        popped = await self.engine.pop(
+            PopRequest(
+                queue=source.channel,
+                group=source.group or DEFAULT_GROUP,
+                batch=limit,
+                partitions=limit,
+                wait=wait,
+            )
+        )
+        return [
+            QueueDelivery(
+                id=message.transaction_id,
+                subject=message.queue,
+                data=message.payload,
+                headers={"content-type": message.content_type, **message.headers},
+                lane_id=message.partition_id,
+                facts=Metadata(
+                    stream_sequence=message.seq,
+                    consumer_sequence=message.seq,
+                    timestamp=message.created_at,
+                    redelivery_count=message.attempts,
+                    consumer=message.group,
+                    lane=message.partition,
+                    lease=message.lease_id,
+                ),
+            )
+            for message in popped.messages()
+        ]
+
+    async def settle(self, group: str, verdicts: Sequence[Verdict]) -> list[str | None]:
+        items = [
+            AckItem(
+                transaction_id=verdict.delivery.id,
+                partition_id=verdict.delivery.lane_id,
+                status=verdict.status,
+                lease_id=verdict.delivery.facts.lease,
+                error=verdict.error,
+                delay=verdict.delay,
+            )
+            for verdict in verdicts
+        ]
+        results = await self.engine.ack(items, group, atomic=False)
+        return [None if result.success else (result.error or result.message) for result in results]
+
+    async def extend(self, delivery: QueueDelivery) -> None:
+        extension = await self.engine.extend(delivery.facts.lease or "", _LEASE_SECONDS)
+        if not extension.success:
+            raise lost(delivery, extension.error or "its lease is gone")
+
+    async def push(self, message: Outgoing, lane: str) -> Published:
+        content_type = content_type_of(message.headers)
+        others = {name: value for name, value in message.headers.items() if name.lower() != "content-type"}
+        (result,) = await self.engine.push(
+            [
+                PushItem(
+                    queue=message.subject,
+                    payload=message.data,
+                    partition=lane,
+                    transaction_id=message.id,
+                    headers=others or None,
+                    content_type=content_type or JSON,
+                    delay_seconds=message.delay,
+                )
+            ]
+        )
+        return Published(
+            id=result.transaction_id, duplicate=result.status == "duplicate", lane=result.partition
+        )
+
+    async def close(self) -> None:
+        await self.engine.close()

@@ -1,0 +1,308 @@
+"""The queue as a transport: what is the same whether it is reached through HTTP or in-process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from settled.message import Delivery, Metadata
+from settled.portal import Portal
+from settled.settlement import Reject
+from settled.transports.base import (
+    AsyncChannel,
+    Capabilities,
+    Channel,
+    LeaseLost,
+    NackMeans,
+    Outgoing,
+    Publication,
+    Published,
+    Source,
+)
+from settled.transports.faces import BlockingChannel
+
+DEFAULT_GROUP = "__QUEUE_MODE__"
+SPREAD = 16
+"""Over how many lanes messages without one are spread, so that several performers can share the work."""
+
+logger = logging.getLogger("settled")
+
+_FLUSH_AFTER = 0.05
+_WAIT_AT_MOST = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How one delivery is settled, in the queue's words."""
+
+    delivery: QueueDelivery
+    status: str
+    error: str | None = None
+    delay: float | None = None
+
+
+class QueueDelivery(Delivery):
+    """A delivery under a lease on its lane."""
+
+    __slots__ = ("batch", "facts", "lane_id")
+
+    def __init__(
+        self,
+        *,
+        id: str,  # noqa: A002
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str],
+        lane_id: str,
+        facts: Metadata,
+    ) -> None:
+        super().__init__(
+            id=id,
+            subject=subject,
+            data=data,
+            headers=headers,
+            attempt=facts.redelivery_count + 1,
+            lane=facts.lane,
+        )
+        self.lane_id = lane_id
+        self.facts = facts
+        self.batch: Batch | None = None
+
+    def metadata(self) -> Metadata:
+        return self.facts
+
+
+class Backend(Protocol):
+    """A way to reach the queue, on one event loop."""
+
+    async def pop(self, source: Source, limit: int, wait: float) -> list[QueueDelivery]:
+        """Lease up to `limit` messages, of as many lanes."""
+
+    async def settle(self, group: str, verdicts: Sequence[Verdict]) -> list[str | None]:
+        """Settle, and answer for each why it could not be, or None."""
+
+    async def extend(self, delivery: QueueDelivery) -> None:
+        """Start the lease anew; LeaseLost if it is gone."""
+
+    async def push(self, message: Outgoing, lane: str) -> Published:
+        """Store one message."""
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+
+class Batch:
+    """What one receive took: acknowledgements of it are sent together, when the last one is in."""
+
+    __slots__ = ("acked", "open")
+
+    def __init__(self, size: int) -> None:
+        self.open = size
+        self.acked: list[Verdict] = []
+
+
+class QueueChannel:
+    """One subscription's end of the queue.
+
+    With a buffer of one, every settlement is on disk when its call returns. With a larger one,
+    acknowledgements wait for the rest of their batch, at most 50 ms; everything else takes them along.
+    """
+
+    capabilities = Capabilities(nack=NackMeans.RELEASE, wakes=True)
+
+    def __init__(self, transport: QueueTransport, source: Source) -> None:
+        self._transport = transport
+        self._source = source
+        self._group = source.group or DEFAULT_GROUP
+        self._woken = False
+        self._late: set[asyncio.Task[None]] = set()
+
+    async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
+        backend = await self._transport.backend()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        self._woken = False
+        while True:
+            # Short waits, so that a stop does not have to wait for a long one.
+            wait = max(0.0, min(_WAIT_AT_MOST, until - loop.time()))
+            taken = await backend.pop(self._source, limit, wait)
+            if taken:
+                batch = Batch(len(taken))
+                for delivery in taken:
+                    delivery.batch = batch
+                return taken
+            if self._woken or loop.time() >= until:
+                return ()
+
+    async def ack(self, delivery: Delivery) -> None:
+        mine = _mine(delivery)
+        batch = mine.batch
+        verdict = Verdict(mine, "completed")
+        if batch is None or batch.open <= 1:
+            await self._settle(verdict)
+            return
+        batch.open -= 1
+        batch.acked.append(verdict)
+        if len(batch.acked) == 1:
+            task = asyncio.create_task(self._flush_later(batch))
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+
+    async def nack(self, delivery: Delivery) -> None:
+        await self._settle(Verdict(_mine(delivery), "retry"))
+
+    async def requeue(self, delivery: Delivery, delay: float | None) -> None:
+        await self._settle(Verdict(_mine(delivery), "failed", "sent round again", delay))
+
+    async def reject(self, delivery: Delivery, rejection: Reject) -> None:
+        mine = _mine(delivery)
+        source = self._source
+        to = source.invalid if rejection.reason == "unacceptable" and source.invalid else source.dead_letter
+        if to is None:
+            error = rejection.error or rejection.reason.value
+            await self._settle(Verdict(mine, "dlq", error))
+        else:
+            # Published and confirmed first: a crash in between repeats the letter's id, not the message.
+            await self._transport.push(letter(mine, rejection, self._group, to))
+            await self._settle(Verdict(mine, "completed"))
+
+    async def extend(self, delivery: Delivery) -> None:
+        backend = await self._transport.backend()
+        await backend.extend(_mine(delivery))
+
+    def wake(self) -> None:
+        self._woken = True
+
+    async def close(self) -> None:
+        for task in list(self._late):
+            await task
+
+    async def _settle(self, verdict: Verdict) -> None:
+        batch = verdict.delivery.batch
+        waiting: list[Verdict] = []
+        if batch is not None:
+            batch.open -= 1
+            waiting, batch.acked = batch.acked, []
+        backend = await self._transport.backend()
+        *late, why = await backend.settle(self._group, [*waiting, verdict])
+        _report(waiting, late)
+        if why is not None:
+            raise lost(verdict.delivery, why)
+
+    async def _flush_later(self, batch: Batch) -> None:
+        await asyncio.sleep(_FLUSH_AFTER)
+        waiting, batch.acked = batch.acked, []
+        if waiting:
+            try:
+                backend = await self._transport.backend()
+                _report(waiting, await backend.settle(self._group, waiting))
+            except Exception as error:
+                _report(waiting, [str(error)] * len(waiting))
+
+
+def _report(verdicts: Sequence[Verdict], failures: Sequence[str | None]) -> None:
+    for verdict, why in zip(verdicts, failures, strict=True):
+        if why is not None:
+            d = verdict.delivery
+            logger.error(
+                "settle failed, left to the broker message_id=%s channel=%s: %s", d.id, d.subject, why
+            )
+
+
+def _mine(delivery: Delivery) -> QueueDelivery:
+    if not isinstance(delivery, QueueDelivery):
+        raise TypeError(f"message {delivery.id!r} was not received from this transport")
+    return delivery
+
+
+def lost(delivery: QueueDelivery, why: str) -> LeaseLost:
+    """The error for a delivery that is not the caller's to settle any more."""
+    return LeaseLost(f"queue {delivery.subject!r}: message {delivery.id!r}: {why}")
+
+
+def letter(delivery: QueueDelivery, rejection: Reject, group: str, to: str) -> Outgoing:
+    """A dead letter as a message on a channel of its own."""
+    headers = {
+        **delivery.headers,
+        "settled-subject": delivery.subject,
+        "settled-group": group,
+        "settled-reason": rejection.reason.value,
+        "settled-error": rejection.error,
+        "settled-attempts": str(delivery.attempt),
+    }
+    identity = f"{delivery.id}:{group}:{delivery.lane}"
+    return Outgoing(subject=to, data=delivery.data, headers=headers, id=identity, lane=delivery.lane)
+
+
+class QueueTransport:
+    """The queue, through whatever backend a subclass connects."""
+
+    def __init__(self) -> None:
+        self._backends: dict[asyncio.AbstractEventLoop, asyncio.Task[Backend]] = {}
+        self._serving: asyncio.AbstractEventLoop | None = None
+        self._portal = Portal("settled-publish")
+        self._turn = count()
+
+    async def connect(self) -> Backend:
+        """A backend on the running loop."""
+        raise TypeError(f"{type(self).__name__} has no way to connect")
+
+    async def backend(self) -> Backend:
+        """The backend of the running loop, connected once."""
+        loop = asyncio.get_running_loop()
+        connecting = self._backends.get(loop)
+        if connecting is None or (connecting.done() and connecting.exception() is not None):
+            connecting = self._backends[loop] = asyncio.create_task(self.connect())
+        return await asyncio.shield(connecting)
+
+    async def open(self) -> None:
+        self._serving = asyncio.get_running_loop()
+        await self.backend()
+
+    async def close(self) -> None:
+        self._serving = None
+        await self._disconnect()
+        await asyncio.to_thread(self._close_portal)
+
+    def _close_portal(self) -> None:
+        self._portal.run(self._disconnect())
+        self._portal.close()
+
+    async def _disconnect(self) -> None:
+        connecting = self._backends.pop(asyncio.get_running_loop(), None)
+        if connecting is not None:
+            backend = await connecting
+            await backend.close()
+
+    def channel(self, source: Source) -> Channel:
+        return BlockingChannel(QueueChannel(self, source), asyncio.get_running_loop())
+
+    def async_channel(self, source: Source) -> AsyncChannel:
+        return QueueChannel(self, source)
+
+    def publish(self, message: Outgoing) -> Publication:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return Publication.of(self._publish_blocking(message))
+        return Publication.when_awaited(self.push(message))
+
+    def _publish_blocking(self, message: Outgoing) -> Published:
+        if self._serving is not None:
+            return asyncio.run_coroutine_threadsafe(self.push(message), self._serving).result()
+        return self._portal.run(self.push(message))
+
+    async def push(self, message: Outgoing) -> Published:
+        """Store a message, in its lane or in one of those that messages without a lane are spread over."""
+        lane = message.lane
+        if lane is None:
+            # The same id must meet itself in the same lane, or it would not be found to be a duplicate.
+            number = next(self._turn) if message.id is None else zlib.crc32(message.id.encode())
+            lane = f"spread-{number % SPREAD:02}"
+        backend = await self.backend()
+        return await backend.push(message, lane)

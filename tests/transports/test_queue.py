@@ -1,0 +1,248 @@
+"""The queue as a transport, in-process and through its server: conformance, and apps on it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from settled import App, ConfigurationError, Defer, Message, Reject
+from settled.portal import Portal
+from settled.queue.embedded import EmbeddedPostgres
+from settled.queue.engine import Engine
+from settled.transports.base import AsyncChannel, Channel, LeaseLost, Outgoing, Published, Source
+from settled.transports.faces import BlockingChannel
+from settled.transports.http import HttpTransport
+from settled.transports.postgres import PostgresTransport
+from settled.transports.queue import QueueChannel, QueueTransport
+from tests.conftest import Order
+from tests.transports.conformance import Conformance
+
+LEASE = 2
+
+
+@pytest.fixture(scope="module")
+def dsn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = EmbeddedPostgres.start(tmp_path_factory.mktemp("pg"))
+    yield server.dsn
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def url(dsn: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "settled", "serve", "--port", "0", "--workers", "1", "--dsn", dsn]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    listening = process.stdout.readline()
+    yield "http://" + listening.split("http://")[1].split()[0].rstrip("/")
+    process.terminate()
+    process.wait(20)
+    process.stdout.close()
+
+
+class QueueBroker:
+    lane = "one"
+    counts_attempts = True
+
+    def __init__(self, transport: QueueTransport, dsn: str) -> None:
+        self.queue = f"orders-{uuid.uuid4().hex[:8]}"
+        self.transport = transport
+        self.portal = Portal("test")
+        self.engine = self.portal.run(_open(dsn))
+        self.portal.run(
+            self.engine.configure(self.queue, {"leaseTime": LEASE, "retryLimit": 10, "retryDelay": 1000})
+        )
+
+    def publish(self, message: Outgoing) -> Published:
+        return self.portal.run(self.transport.push(message))
+
+    def channel(self) -> Channel:
+        return self.portal.run(self._channel())
+
+    async def _channel(self) -> Channel:
+        return BlockingChannel(
+            QueueChannel(self.transport, Source(channel=self.queue)), asyncio.get_running_loop()
+        )
+
+    def wait(self, seconds: float) -> None:
+        self.portal.run(asyncio.sleep(seconds))
+
+    def lease(self) -> float:
+        return float(LEASE)
+
+    def dead_letters(self) -> list[tuple[bytes, str]]:
+        page = self.portal.run(self.engine.dead_letters(queue=self.queue))
+        return [(letter.payload, letter.error or "") for letter in page.rows]
+
+    def run_async(self, use: Callable[[AsyncChannel], Any]) -> None:
+        self.portal.run(use(QueueChannel(self.transport, Source(channel=self.queue))))
+
+    def close(self) -> None:
+        self.portal.run(self.transport.close())
+        self.portal.run(self.engine.close())
+        self.portal.close()
+
+
+async def _open(dsn: str) -> Engine:
+    return await Engine.open(dsn)
+
+
+@pytest.fixture(params=["postgresql", "http"])
+def transport(request: pytest.FixtureRequest, dsn: str) -> QueueTransport:
+    if request.param == "postgresql":
+        return PostgresTransport(dsn)
+    return HttpTransport(request.getfixturevalue("url"))
+
+
+@pytest.fixture
+def broker(transport: QueueTransport, dsn: str) -> Iterator[QueueBroker]:
+    found = QueueBroker(transport, dsn)
+    yield found
+    found.close()
+
+
+class TestQueue(Conformance):
+    pass
+
+
+def test_an_app_on_the_queue_settles_every_message_one_way(broker: QueueBroker) -> None:
+    app = App(transport=broker.transport)
+    seen: list[tuple[int, int]] = []
+
+    @app.subscriber(broker.queue, performers=4, buffer=20)
+    async def handle(message: Message[Order]) -> None:
+        order = message.payload
+        seen.append((order.id, message.attempt))
+        if order.kind == "poison":
+            raise Reject("no such customer")
+        if order.kind == "flaky" and message.attempt == 1:
+            raise Defer(0.1, "the bank did not answer")
+        await message.ack()
+
+    async def main() -> Any:
+        for number in range(100):
+            kind = "poison" if number % 25 == 0 else "flaky" if number % 10 == 1 else "good"
+            await app.publish(broker.queue, Order(number, kind), id=f"m{number}")
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.serve(stop))
+        async with asyncio.timeout(30):
+            while len(seen) < 110:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
+            stop.set()
+            return await running
+
+    status = asyncio.run(main())
+    assert {number for number, _ in seen} == set(range(100))
+    assert len(seen) == 110
+    assert status.counts.settle_failed == 0
+    assert len(broker.dead_letters()) == 4
+
+
+def test_a_sync_handler_publishes_on_and_duplicates_are_told(broker: QueueBroker) -> None:
+    app = App(transport=broker.transport)
+    target = f"{broker.queue}-next"
+    done: list[int] = []
+
+    @app.subscriber(broker.queue)
+    def forward(order: Order) -> None:
+        assert not app.publish(target, order, id=f"order-{order.id}").result().duplicate
+        assert app.publish(target, order, id=f"order-{order.id}").result().duplicate
+
+    @app.subscriber(target)
+    def arrived(order: Order) -> None:
+        done.append(order.id)
+        if len(done) == 5:
+            app.stop()
+
+    for number in range(5):
+        app.publish(broker.queue, Order(number)).result()
+    app.run()
+    assert sorted(done) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("payload", "content_type"), [(b"\x00\xff", None), ("grün", None), ({"a": 1}, "application/msgpack")]
+)
+def test_payloads_of_any_kind_come_back_whole(
+    broker: QueueBroker, payload: Any, content_type: str | None
+) -> None:
+    app = App(transport=broker.transport)
+    seen: list[Any] = []
+
+    @app.subscriber(broker.queue)
+    def handle(payload: Any) -> None:
+        seen.append(payload)
+        app.stop()
+
+    app.publish(broker.queue, payload, content_type=content_type, headers={"tenant": "acme"})
+    app.run()
+    assert seen == [payload]
+
+
+def test_dead_letters_may_go_to_a_channel(broker: QueueBroker) -> None:
+    app = App(transport=broker.transport)
+    dead = f"{broker.queue}-dead"
+    seen: list[tuple[int, str]] = []
+
+    @app.subscriber(broker.queue, dead_letter=dead)
+    def handle(order: Order) -> None:
+        raise Reject("no such customer")
+
+    @app.subscriber(dead)
+    def bury(message: Message[Order]) -> None:
+        seen.append((message.payload.id, message.headers["settled-error"]))
+        message.ack()
+        app.stop()
+
+    app.publish(broker.queue, Order(1))
+    app.run()
+    assert seen == [(1, "no such customer")]
+
+
+def test_an_ack_after_the_lease_is_refused(broker: QueueBroker) -> None:
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    channel = broker.channel()
+    (delivery,) = channel.receive(1, 5)
+    broker.wait(LEASE + 0.5)
+    with pytest.raises(LeaseLost, match=delivery.id):
+        channel.ack(delivery)
+    with pytest.raises(LeaseLost):
+        channel.extend(delivery)
+
+
+def test_acks_of_a_batch_are_sent_together_or_after_a_moment(broker: QueueBroker) -> None:
+    for number in range(4):
+        broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number, lane="one"))
+    channel = broker.channel()
+    deliveries = channel.receive(4, 5)
+    channel.ack(deliveries[0])
+    channel.ack(deliveries[1])
+    broker.wait(LEASE + 0.5)
+    again = channel.receive(4, 5)
+    assert [delivery.data for delivery in again] == [b"2", b"3"]
+    for delivery in again:
+        channel.ack(delivery)
+    channel.close()
+
+
+def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "asyncpg", None)
+    for name in list(sys.modules):
+        if name.startswith(("settled.queue", "settled.transports.postgres")):
+            monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(
+        ConfigurationError, match=r"postgresql:// needs asyncpg; run: pip install 'settled\[queue\]'"
+    ):
+        App("postgresql://localhost/x")
+
+
+def test_schemes(tmp_path: Path) -> None:
+    assert isinstance(App("postgresql://localhost/x").transport, PostgresTransport)
+    assert isinstance(App("http://localhost:6632").transport, HttpTransport)
