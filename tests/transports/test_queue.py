@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +16,7 @@ from settled import App, ConfigurationError, Defer, Message, Reject
 from settled.portal import Portal
 from settled.queue.embedded import EmbeddedPostgres
 from settled.queue.engine import Engine
+from settled.server.testing import running_server
 from settled.transports.base import AsyncChannel, Channel, LeaseLost, Outgoing, Published, Source
 from settled.transports.faces import BlockingChannel
 from settled.transports.http import HttpTransport
@@ -28,22 +29,16 @@ LEASE = 2
 
 
 @pytest.fixture(scope="module")
-def dsn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedPostgres.start(tmp_path_factory.mktemp("pg"))
-    yield server.dsn
-    server.stop()
+def dsn() -> Iterator[str]:
+    # Not under pytest's own directory: root's Postgres runs as somebody who may not enter that.
+    with tempfile.TemporaryDirectory() as directory, EmbeddedPostgres.start(directory) as server:
+        yield server.dsn
 
 
 @pytest.fixture(scope="module")
 def url(dsn: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "settled", "serve", "--port", "0", "--workers", "1", "--dsn", dsn]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    listening = process.stdout.readline()
-    yield "http://" + listening.split("http://")[1].split()[0].rstrip("/")
-    process.terminate()
-    process.wait(20)
-    process.stdout.close()
+    with running_server(dsn=dsn) as server:
+        yield server.url
 
 
 class QueueBroker:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
+from settled.portal import Portal
+
 from .api import Api, segment
-from .face import AsyncFace, Portal, SyncFace, operation
+from .face import AsyncFace, SyncFace, operation
 from .queue import AsyncQueue, Buffers, SyncQueue
 from .resilience import Resilience
 from .transaction import AsyncTransaction, SyncTransaction
@@ -165,7 +167,7 @@ class SyncClient(_Client, SyncFace):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(url, resilience=resilience, timeout=timeout, headers=headers)
-        self._portal = Portal()
+        self._portal = Portal("settled-client")
 
     @overload
     def queue(self, name: str | None = None) -> SyncQueue[Any]: ...

@@ -65,6 +65,7 @@ class EmbeddedPostgres:
         server.directory.mkdir(parents=True, exist_ok=True)
         with server._exclusive("starting.lock"):
             server._uid = _service_uid(server.data)
+            _check_reachable(server.directory, server._uid)
             server._bin = _binaries(server.directory, server._uid)
             server._socket = _socket_directory(server.directory)
             server._own(server.directory, server._socket)
@@ -254,6 +255,15 @@ def _binaries(directory: Path, uid: int | None) -> Path:
         shutil.rmtree(copy, ignore_errors=True)
         half.rename(copy)
     return copy / package.name / INSTALL / "bin"
+
+
+def _check_reachable(directory: Path, uid: int | None) -> None:
+    shut = None if uid is None else next((d for d in directory.parents if not d.stat().st_mode & 0o001), None)
+    if shut is not None and uid is not None:
+        raise EmbeddedError(
+            f"{directory}: run by root, Postgres runs as {pwd.getpwuid(uid).pw_name!r}, which may not enter {shut}; "
+            "choose a data directory elsewhere, for example /var/lib/settled"
+        )
 
 
 def _reachable(path: Path) -> bool:

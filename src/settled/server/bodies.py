@@ -16,7 +16,10 @@ class Body(Struct, gc=False, rename="camel"):
 
 
 class PushItem(Body):
-    """One message to push; `data` is another name for `payload`."""
+    """One message to push; `data` is another name for `payload`.
+
+    A `contentType` other than JSON takes a string: the text itself, or base64 where `encoding` says so.
+    """
 
     queue: str
     partition: str | None = None
@@ -26,6 +29,8 @@ class PushItem(Body):
     trace_id: str | None = None
     headers: dict[str, str] | None = None
     delay_seconds: float | None = None
+    content_type: str | None = None
+    encoding: Literal["base64"] | None = None
 
 
 class PushBody(Body):

@@ -30,6 +30,6 @@ def default_workers() -> int:
 
 
 def data_directory(given: str | os.PathLike[str] | None) -> Path:
-    """`given`, or SETTLED_HOME, or the user's data directory."""
-    chosen = given or os.environ.get("SETTLED_HOME")
+    """`given`, or SETTLED_HOME, or the user's data directory; root's is no place for another account's data."""
+    chosen = given or os.environ.get("SETTLED_HOME") or ("/var/lib/settled" if os.geteuid() == 0 else None)
     return Path(chosen).expanduser().resolve() if chosen else user_data_path("settled", appauthor=False)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 import uuid
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from settled.queue.types import QUEUE_MODE, AckItem, AckOp, PushItem, PushOp
+import msgspec
+
+from settled.queue.types import JSON, QUEUE_MODE, AckItem, AckOp, PushItem, PushOp
 
 from .exchange import bad
 from .parse import ERROR_LIMIT, name, uuid_of
 
 if TYPE_CHECKING:
+    from msgspec import Raw
+
     from . import bodies
 
 ITEMS_LIMIT = 10_000
@@ -41,17 +47,39 @@ def _push_item(item: bodies.PushItem, field: str, i: int) -> PushItem:
     if transaction_id is not None and (not 0 < len(transaction_id) <= 255 or "\x00" in transaction_id):
         name(transaction_id, f"{field}[{i}].transactionId")
     payload = item.payload or item.data or NULL
-    if item.trace_id is None and item.headers is None and item.delay_seconds is None:
+    if (
+        item.trace_id is None
+        and item.headers is None
+        and item.delay_seconds is None
+        and item.content_type is None
+    ):
         return PushItem(queue, payload, partition, transaction_id)
     return PushItem(
         queue,
-        payload,
+        _payload(item, payload, f"{field}[{i}]"),
         partition,
         transaction_id,
+        content_type=JSON if item.content_type is None else item.content_type,
         headers=_headers(item.headers, f"{field}[{i}].headers"),
         delay_seconds=_delay(item.delay_seconds, f"{field}[{i}].delaySeconds") or 0,
         trace_id=None if item.trace_id is None else str(uuid_of(item.trace_id, f"{field}[{i}].traceId")),
     )
+
+
+def _payload(item: bodies.PushItem, payload: Raw | bytes, field: str) -> Raw | bytes:
+    """The bytes of a payload that says what it is: JSON as it stands, a string for its text or base64."""
+    if item.content_type is None or item.content_type == JSON or item.content_type.endswith("+json"):
+        return payload
+    name(item.content_type, f"{field}.contentType")
+    text = msgspec.json.decode(payload)
+    if not isinstance(text, str):
+        raise bad(f"{field}.payload", f"must be a string where contentType is {item.content_type!r}")
+    if item.encoding is None:
+        return text.encode()
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise bad(f"{field}.payload", f"must be base64: {error}") from error
 
 
 def _headers(headers: dict[str, str] | None, field: str) -> dict[str, str] | None:

@@ -13,7 +13,7 @@ import msgspec
 from settled.client.errors import Refused
 from settled.client.resilience import Resilience
 from settled.client.wire import Wire
-from settled.codec import JSON, TEXT, content_type_of
+from settled.codec import BYTES, JSON, TEXT, content_type_of
 from settled.message import Metadata
 from settled.transports.base import Outgoing, Published, Source
 from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Verdict, lost
@@ -131,7 +131,7 @@ class HttpBackend:
             "transactionId": message.id,
             "headers": others or None,
             "delaySeconds": message.delay or None,
-            **_payload(message.data, content_type_of(message.headers) or JSON),
+            **_payload(message.data, content_type_of(message.headers) or BYTES),
         }
         (pushed,) = _pushed.decode(await self.wire.call("POST", "/api/v1/push", {"items": [item]}))
         return Published(id=pushed.transaction_id, duplicate=pushed.status == "duplicate", lane=lane)

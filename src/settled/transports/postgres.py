@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from settled.codec import JSON, content_type_of
+from settled.codec import BYTES, content_type_of
 from settled.message import Metadata
 from settled.queue.engine import Engine
 from settled.queue.types import AckItem, PopRequest, PushItem
@@ -92,7 +92,7 @@ class EngineBackend:
                     partition=lane,
                     transaction_id=message.id,
                     headers=others or None,
-                    content_type=content_type or JSON,
+                    content_type=content_type or BYTES,
                     delay_seconds=message.delay,
                 )
             ]

@@ -119,14 +119,14 @@ class QueueChannel:
         self._transport = transport
         self._source = source
         self._group = source.group or DEFAULT_GROUP
-        self._woken = False
+        self._wakes = 0
         self._late: set[asyncio.Task[None]] = set()
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
+        wakes = self._wakes
         backend = await self._transport.backend()
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
-        self._woken = False
         while True:
             # Short waits, so that a stop does not have to wait for a long one.
             wait = max(0.0, min(_WAIT_AT_MOST, until - loop.time()))
@@ -136,7 +136,7 @@ class QueueChannel:
                 for delivery in taken:
                     delivery.batch = batch
                 return taken
-            if self._woken or loop.time() >= until:
+            if self._wakes != wakes or loop.time() >= until:
                 return ()
 
     async def ack(self, delivery: Delivery) -> None:
@@ -176,7 +176,7 @@ class QueueChannel:
         await backend.extend(_mine(delivery))
 
     def wake(self) -> None:
-        self._woken = True
+        self._wakes += 1
 
     async def close(self) -> None:
         for task in list(self._late):
