@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .api import Api
-    from .face import Portal
+    from settled.portal import Portal
 
 T = TypeVar("T")
 
