@@ -269,6 +269,20 @@ class MemoryChannel:
                 self._set_timer(cursor)
             return taken
 
+    def take_from(self, lane: str, limit: int) -> list[Delivery]:
+        """Up to `limit` messages of one lane."""
+        with self._lock:
+            now = self.clock.now()
+            self._queue.append_due(now)
+            self._queue.lane(lane)
+            cursor = self._group.cursors[lane]
+            batch = cursor.take(limit, now, self._queue.options)
+            self._set_timer(cursor)
+            if batch is None:
+                return []
+            lease, records = batch
+            return [MemoryDelivery(r, self._queue.name, self._group.name, cursor, lease.id) for r in records]
+
     def due(self) -> float | None:
         with self._lock:
             return _due(self._queue, self._group)
