@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, NoReturn
 
@@ -64,6 +65,32 @@ def run(
     _summary(status)
     if not status.healthy:
         raise typer.Exit(1)
+
+
+def _serve() -> None:
+    from settled.server.command import serve
+
+    app.command()(serve)
+
+
+def _add(name: str, extra: str, load: Callable[[], None]) -> None:
+    """A command of an extra; where that is not installed, the command says how to get it."""
+    try:
+        load()
+    except ModuleNotFoundError as error:
+        missing = error.name
+
+        def say() -> None:
+            _fail(f"{name} needs {missing}; run: pip install 'settled[{extra}]'")
+
+        app.command(
+            name,
+            help=f"Needs the extra {extra!r}, which is not installed.",
+            context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        )(say)
+
+
+_add("serve", "server", _serve)
 
 
 def _run_reloading() -> None:

@@ -65,8 +65,10 @@ class Both(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
-            self.drain()
-            self.portal.run(self.engine.close())
+            try:
+                self.drain()
+            finally:
+                self.portal.run(self.engine.close())
 
     def channel(self, group: str) -> MemoryChannel:
         return self.model.immediate(Source(channel="q", group=group))
@@ -208,7 +210,7 @@ def test_the_engine_is_its_model(machine: type[Both]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=40,
+            max_examples=25,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),
