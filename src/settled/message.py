@@ -37,7 +37,7 @@ class Metadata:
 class Delivery:
     """A message as a transport hands it out: raw, and open until somebody claims the right to settle it."""
 
-    __slots__ = ("attempt", "data", "headers", "id", "lane", "settled", "subject")
+    __slots__ = ("attempt", "data", "headers", "id", "lane", "ordered", "settled", "subject")
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class Delivery:
         headers: Mapping[str, str],
         attempt: int = 1,
         lane: str | None = None,
+        ordered: bool = False,
     ) -> None:
         self.id = id
         self.subject = subject
@@ -55,6 +56,8 @@ class Delivery:
         self.headers = headers
         self.attempt = attempt
         self.lane = lane
+        # Whether what comes behind it in its lane waits until it is settled for good.
+        self.ordered = ordered
         self.settled = False
 
     def metadata(self) -> Metadata:

@@ -19,6 +19,7 @@ EXPECTED = {
         "trying order 1\n" * 3 + "dead: order 1: Defer: no attempts left after 3; TimeoutError"
     ],
     "sync_and_async": ["'async-7'", "'sync-7'", "16 handlers of 0.1 s took 0."],
+    "queue_orders": ["88 dead: ValidationError", "pushed=5000 acked=4808 retried=", "dead=192 lost=0"],
     "settle_orders": ["pushed=1000 acked=944 retried=154 dead=56 lost=0"],
 }
 

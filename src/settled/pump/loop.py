@@ -209,7 +209,7 @@ def pump(
 
 def _blocks_its_lane(delivery: Delivery, action: Action) -> bool:
     """Whether what is buffered behind this message has to wait for it, and so must be given back."""
-    return isinstance(action, Nack) or (isinstance(action, Requeue) and delivery.lane is not None)
+    return isinstance(action, Nack) or (isinstance(action, Requeue) and delivery.ordered)
 
 
 def _release(

@@ -38,6 +38,14 @@ class _PoppedAnswer(msgspec.Struct):
     messages: list[_Popped] = []
 
 
+class _Options(msgspec.Struct, frozen=True):
+    retry: str = "in_order"
+
+
+class _Described(msgspec.Struct):
+    options: _Options = _Options()
+
+
 class _Pushed(msgspec.Struct):
     transaction_id: str
     status: str
@@ -50,6 +58,7 @@ class _Settled(msgspec.Struct):
 
 
 _popped = msgspec.json.Decoder(_PoppedAnswer)
+_described = msgspec.json.Decoder(_Described)
 _pushed = msgspec.json.Decoder(list[_Pushed])
 _settled = msgspec.json.Decoder(list[_Settled])
 
@@ -74,7 +83,16 @@ class HttpBackend:
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
 
-    async def pop(self, source: Source, limit: int, wait: float) -> list[QueueDelivery]:
+    async def keeps_order(self, queue: str) -> bool:
+        try:
+            answer = await self.wire.call("GET", f"/api/v1/resources/queues/{quote(queue, safe='')}")
+        except Refused as refused:
+            if refused.status == 404:
+                return True
+            raise
+        return _described.decode(answer).options.retry == "in_order"
+
+    async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery]:
         group = source.group or DEFAULT_GROUP
         params = {"batch": str(limit), "partitions": str(limit), "consumerGroup": group}
         if wait > 0:
@@ -89,6 +107,7 @@ class HttpBackend:
                 data=_bytes(message),
                 headers={"content-type": message.content_type, **(message.headers or {})},
                 lane_id=message.partition_id,
+                ordered=ordered,
                 facts=Metadata(
                     timestamp=message.created_at,
                     redelivery_count=message.retry_count,

@@ -143,11 +143,10 @@ class Cursor:
     def take(self, limit: int, now: float, options: QueueOptions) -> tuple[Lease, list[Record]] | None:
         """Lease up to `limit` messages in order of sequence; an ordered lane has one lease at a time."""
         self.refresh(now)
-        ordered = self.lane.name is not None
-        if ordered and self.leases:
+        if self.lane.name is not None and self.leases:
             return None
         waits_for = None
-        if ordered and self.parked and options.retry == "in_order":
+        if self.parked and self.keeps_order(options):
             waits_for = min(sequence for _, sequence in self.parked)
         if not self.back and waits_for is None:
             taken = list(range(self.next, min(self.next + limit, self.lane.end)))
@@ -161,6 +160,10 @@ class Cursor:
         heapq.heappush(self.expiries, (lease.expires, lease.id))
         self.handed_out.update(taken)
         return lease, [self.lane.log[sequence] for sequence in taken]
+
+    def keeps_order(self, options: QueueOptions) -> bool:
+        """Whether the lane waits for a message that failed."""
+        return self.lane.name is not None and options.retry == "in_order"
 
     def _next_sequences(self, limit: int, waits_for: int | None) -> Iterator[int]:
         for _ in range(limit):
@@ -210,13 +213,16 @@ class MemoryDelivery(Delivery):
 
     __slots__ = ("cursor", "group", "lease_id", "record")
 
-    def __init__(self, record: Record, subject: str, group: str, cursor: Cursor, lease_id: int) -> None:
+    def __init__(
+        self, record: Record, subject: str, group: str, cursor: Cursor, lease_id: int, ordered: bool
+    ) -> None:
         self.id = record.id
         self.subject = subject
         self.data = record.data
         self.headers = record.headers
         self.attempt = cursor.failures.get(record.sequence, 0) + 1 if cursor.failures else 1
         self.lane = cursor.lane.name
+        self.ordered = ordered
         self.settled = False
         self.record = record
         self.group = group

@@ -26,7 +26,15 @@ from settled.transports.base import (
     Source,
 )
 from settled.transports.faces import AsyncImmediateChannel, ImmediateChannel
-from settled.transports.lanes import Cursor, DeadLetter, Lane, MemoryDelivery, QueueOptions, Record
+from settled.transports.lanes import (
+    Cursor,
+    DeadLetter,
+    Lane,
+    Lease,
+    MemoryDelivery,
+    QueueOptions,
+    Record,
+)
 
 DEFAULT_GROUP = "__QUEUE_MODE__"
 
@@ -262,7 +270,7 @@ class MemoryChannel:
                 if batch is not None:
                     lease, records = batch
                     claimed += 1
-                    taken += [MemoryDelivery(r, queue.name, group.name, cursor, lease.id) for r in records]
+                    taken += self._deliveries(cursor, lease, records)
                     if name is None:
                         # Without order there is no lease on the lane, so there may be more of it.
                         group.ready[name] = None
@@ -281,7 +289,11 @@ class MemoryChannel:
             if batch is None:
                 return []
             lease, records = batch
-            return [MemoryDelivery(r, self._queue.name, self._group.name, cursor, lease.id) for r in records]
+            return self._deliveries(cursor, lease, records)
+
+    def _deliveries(self, cursor: Cursor, lease: Lease, records: Sequence[Record]) -> list[Delivery]:
+        queue, group, ordered = self._queue.name, self._group.name, cursor.keeps_order(self._queue.options)
+        return [MemoryDelivery(record, queue, group, cursor, lease.id, ordered) for record in records]
 
     def due(self) -> float | None:
         with self._lock:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from settled.codec import BYTES, content_type_of
 from settled.message import Metadata
 from settled.queue.engine import Engine
-from settled.queue.types import AckItem, PopRequest, PushItem
+from settled.queue.types import AckItem, NotFound, PopRequest, PushItem
 from settled.transports.base import Outgoing, Published, Source
 from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Verdict, lost
 
@@ -31,7 +31,13 @@ class EngineBackend:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    async def pop(self, source: Source, limit: int, wait: float) -> list[QueueDelivery]:
+    async def keeps_order(self, queue: str) -> bool:
+        try:
+            return (await self.engine.queue(queue)).options.retry == "in_order"
+        except NotFound:
+            return True
+
+    async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery]:
         popped = await self.engine.pop(
             PopRequest(
                 queue=source.channel,
@@ -48,6 +54,7 @@ class EngineBackend:
                 data=message.payload,
                 headers={"content-type": message.content_type, **message.headers},
                 lane_id=message.partition_id,
+                ordered=ordered,
                 facts=Metadata(
                     stream_sequence=message.seq,
                     consumer_sequence=message.seq,

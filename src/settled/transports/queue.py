@@ -60,6 +60,7 @@ class QueueDelivery(Delivery):
         headers: Mapping[str, str],
         lane_id: str,
         facts: Metadata,
+        ordered: bool,
     ) -> None:
         super().__init__(
             id=id,
@@ -68,6 +69,7 @@ class QueueDelivery(Delivery):
             headers=headers,
             attempt=facts.redelivery_count + 1,
             lane=facts.lane,
+            ordered=ordered,
         )
         self.lane_id = lane_id
         self.facts = facts
@@ -80,7 +82,10 @@ class QueueDelivery(Delivery):
 class Backend(Protocol):
     """A way to reach the queue, on one event loop."""
 
-    async def pop(self, source: Source, limit: int, wait: float) -> list[QueueDelivery]:
+    async def keeps_order(self, queue: str) -> bool:
+        """Whether a lane of the queue waits for a message that failed."""
+
+    async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery]:
         """Lease up to `limit` messages, of as many lanes."""
 
     async def settle(self, group: str, verdicts: Sequence[Verdict]) -> list[str | None]:
@@ -97,20 +102,20 @@ class Backend(Protocol):
 
 
 class Batch:
-    """What one receive took: acknowledgements of it are sent together, when the last one is in."""
+    """What one receive took: it is settled together, when the last verdict is in."""
 
-    __slots__ = ("acked", "open")
+    __slots__ = ("open", "waiting")
 
     def __init__(self, size: int) -> None:
         self.open = size
-        self.acked: list[Verdict] = []
+        self.waiting: list[Verdict] = []
 
 
 class QueueChannel:
     """One subscription's end of the queue.
 
     With a buffer of one, every settlement is on disk when its call returns. With a larger one,
-    acknowledgements wait for the rest of their batch, at most 50 ms; everything else takes them along.
+    acknowledgements and releases wait for the rest of their batch, at most 50 ms; a failure takes them along.
     """
 
     capabilities = Capabilities(nack=NackMeans.RELEASE, wakes=True)
@@ -120,17 +125,20 @@ class QueueChannel:
         self._source = source
         self._group = source.group or DEFAULT_GROUP
         self._wakes = 0
+        self._ordered: bool | None = None
         self._late: set[asyncio.Task[None]] = set()
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         wakes = self._wakes
         backend = await self._transport.backend()
+        if self._ordered is None:
+            self._ordered = await backend.keeps_order(self._source.channel)
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         while True:
             # Short waits, so that a stop does not have to wait for a long one.
             wait = max(0.0, min(_WAIT_AT_MOST, until - loop.time()))
-            taken = await backend.pop(self._source, limit, wait)
+            taken = await backend.pop(self._source, limit, wait, self._ordered)
             if taken:
                 batch = Batch(len(taken))
                 for delivery in taken:
@@ -140,21 +148,10 @@ class QueueChannel:
                 return ()
 
     async def ack(self, delivery: Delivery) -> None:
-        mine = _mine(delivery)
-        batch = mine.batch
-        verdict = Verdict(mine, "completed")
-        if batch is None or batch.open <= 1:
-            await self._settle(verdict)
-            return
-        batch.open -= 1
-        batch.acked.append(verdict)
-        if len(batch.acked) == 1:
-            task = asyncio.create_task(self._flush_later(batch))
-            self._late.add(task)
-            task.add_done_callback(self._late.discard)
+        await self._settle_with_batch(Verdict(_mine(delivery), "completed"))
 
     async def nack(self, delivery: Delivery) -> None:
-        await self._settle(Verdict(_mine(delivery), "retry"))
+        await self._settle_with_batch(Verdict(_mine(delivery), "retry"))
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         await self._settle(Verdict(_mine(delivery), "failed", "sent round again", delay))
@@ -182,12 +179,24 @@ class QueueChannel:
         for task in list(self._late):
             await task
 
+    async def _settle_with_batch(self, verdict: Verdict) -> None:
+        batch = verdict.delivery.batch
+        if batch is None or batch.open <= 1:
+            await self._settle(verdict)
+            return
+        batch.open -= 1
+        batch.waiting.append(verdict)
+        if len(batch.waiting) == 1:
+            task = asyncio.create_task(self._flush_later(batch))
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+
     async def _settle(self, verdict: Verdict) -> None:
         batch = verdict.delivery.batch
         waiting: list[Verdict] = []
         if batch is not None:
             batch.open -= 1
-            waiting, batch.acked = batch.acked, []
+            waiting, batch.waiting = batch.waiting, []
         backend = await self._transport.backend()
         *late, why = await backend.settle(self._group, [*waiting, verdict])
         _report(waiting, late)
@@ -196,7 +205,7 @@ class QueueChannel:
 
     async def _flush_later(self, batch: Batch) -> None:
         await asyncio.sleep(_FLUSH_AFTER)
-        waiting, batch.acked = batch.acked, []
+        waiting, batch.waiting = batch.waiting, []
         if waiting:
             try:
                 backend = await self._transport.backend()
