@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -24,7 +25,11 @@ LANE_LIMIT = 2000
 FLUSH_LIMIT = 20_000
 TX_LIMIT = 255
 ATTEMPTS = 20
-APPEND = "select * from append($1, $2, $3, $4, $5, $6, $7, $8, $9)"
+APPEND = "select * from append($1, $2, $3, $4, $5, $6, $7)"
+
+
+def _nobody() -> None:
+    """Nobody waits for this chunk."""
 
 
 class Chunk:
@@ -32,7 +37,7 @@ class Chunk:
 
     __slots__ = ("done", "error", "hashes", "headers", "ids", "lane", "payloads", "results", "tx")
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, items: Sequence[PushItem] = ()) -> None:
         self.lane = lane
         self.ids: list[bytes] | None = None  # only where messages got their ids before, as scheduled ones
         self.tx: list[bytes] = []
@@ -41,31 +46,34 @@ class Chunk:
         self.hashes: list[int] = []
         self.results: list[tuple[str, bool]] = []  # message id, is a duplicate
         self.error: Exception | None = None
-        self.done: Callable[[], None] = lambda: None
+        self.done: Callable[[], None] = _nobody
+        if items:
+            self.extend(items)
 
     def rows(self) -> Iterator[tuple[bytes, int, bytes, bytes]]:
         """Transaction id, its hash, payload and headers of each item."""
         return zip(self.tx, self.hashes, self.payloads, self.headers, strict=True)
 
-    def add(self, item: PushItem) -> None:
-        """Take one item; a bad one is refused before anybody else's is touched."""
-        tx = item.transaction_id
-        if tx is None:
-            self.tx.append(b"")
-            self.hashes.append(0)
-        else:
-            raw = check_transaction_id(tx)
-            self.tx.append(raw)
-            self.hashes.append(dedup.fingerprint(raw))
-        payload = item.payload
-        self.payloads.append(payload if type(payload) is bytes else bytes(payload))
-        if item.headers or item.trace_id or item.producer or item.content_type != segment.JSON:
-            headers = dict(item.headers) if item.headers else None
-            self.headers.append(
-                segment.pack_headers(headers, item.content_type, item.trace_id, item.producer)
-            )
-        else:
-            self.headers.append(b"")
+    def extend(self, items: Sequence[PushItem]) -> None:
+        """Take items; a bad one is refused before anybody else's is touched."""
+        fingerprint, plain = dedup.fingerprint, segment.JSON
+        tx, hashes, payloads, headers = self.tx, self.hashes, self.payloads, self.headers
+        for item in items:
+            own = item.transaction_id
+            if own is None:
+                tx.append(b"")
+                hashes.append(0)
+            else:
+                raw = check_transaction_id(own)
+                tx.append(raw)
+                hashes.append(fingerprint(raw))
+            payload = item.payload
+            payloads.append(payload if type(payload) is bytes else bytes(payload))
+            if item.headers or item.trace_id or item.producer or item.content_type != plain:
+                given = dict(item.headers) if item.headers else None
+                headers.append(segment.pack_headers(given, item.content_type, item.trace_id, item.producer))
+            else:
+                headers.append(b"")
 
 
 def check_transaction_id(tx: object) -> bytes:
@@ -211,6 +219,9 @@ class Pusher:
         if not chunks:
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if len(chunks) == 1:
+            await self._push_one(chunks[0], waiting)
+            return
         left = len(chunks)
 
         def done() -> None:
@@ -229,6 +240,17 @@ class Pusher:
         for chunk in chunks:
             if chunk.error is not None and not isinstance(chunk.error, Gone):
                 raise chunk.error
+
+    async def _push_one(self, chunk: Chunk, waiting: asyncio.Future[None]) -> None:
+        chunk.done = lambda: None if waiting.done() else waiting.set_result(None)
+        lane = chunk.lane
+        lane.pending.append(chunk)
+        if not lane.busy:
+            self._dirty[lane] = None
+        self._wake.set()
+        await waiting
+        if chunk.error is not None and not isinstance(chunk.error, Gone):
+            raise chunk.error
 
     async def exclusive(self, lanes: Iterable[Lane]) -> list[Lane]:
         """Keep lanes out of flushes until `free`; taken in one order, so callers cannot block each other."""
@@ -348,23 +370,15 @@ class Pusher:
         batches = sorted((batch for batch in batches if batch.tx), key=lambda batch: batch.lane.id)
         if not batches:
             return []
-        hashes: list[int] = []
-        starts: list[int] = []
-        for batch in batches:
-            starts.append(len(hashes))
-            if any(batch.hashes):
-                hashes += batch.hashes
-        hashed = [b - a for a, b in zip(starts, [*starts[1:], len(hashes)], strict=True)]
+        hashes = [dedup.pack(batch.hashes) for batch in batches]
         rows = await link.fetch(
             APPEND,
             self._worker,
             [b.lane.queue.id for b in batches],
             [b.lane.id for b in batches],
-            [b.lane.remembered.known if n else None for b, n in zip(batches, hashed, strict=True)],
+            [b.lane.remembered.known if h else None for b, h in zip(batches, hashes, strict=True)],
             [len(b.tx) for b in batches],
             hashes,
-            starts,
-            hashed,
             [b.body for b in batches],
         )
         return self._take_over(batches, rows, done, settle)
@@ -389,7 +403,7 @@ class Pusher:
                     done.append(batch)
                 case "missed":
                     if row["hashes"]:
-                        remembered.add(first, row["hashes"])
+                        remembered.add(first, array("Q", row["hashes"]))
                     remembered.known = first + n
                 case "clash":
                     remembered.known = first

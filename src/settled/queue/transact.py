@@ -64,7 +64,7 @@ class _Pushes:
                 continue
             lane = lanes[(item.queue, item.partition)]
             chunk = self._chunks.setdefault(lane, Chunk(lane))
-            chunk.add(item)
+            chunk.extend([item])
             self._places.append(chunk)
         return list(self._chunks)
 

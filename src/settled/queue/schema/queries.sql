@@ -22,7 +22,7 @@ select id as lane_id, uid as lane_uid, name as partition, queue_id from lane whe
 select id, next_seq from lane where id = any ($1::bigint[])
 
 -- name: lane_hashes
-select s.lane_id, s.first_seq, array_send(s.hashes) as hashes
+select s.lane_id, s.first_seq, s.hashes
   from unnest($1::bigint[], $2::float8[]) r (lane, seconds)
   join segment s on s.lane_id = r.lane
  where s.hashes is not null and s.created_at > clock_timestamp() - make_interval(secs => r.seconds)
@@ -244,7 +244,7 @@ select s.first_seq, s.n, s.created_at, s.body from segment s
 
 -- name: segment_by_hash
 select s.first_seq, s.created_at, s.body from segment s
- where s.lane_id = $1 and s.hashes is not null and $2::bigint = any (s.hashes) order by s.first_seq desc
+ where s.lane_id = $1 and s.hashes is not null and position($2::bytea in s.hashes) > 0 order by s.first_seq desc
 
 -- name: newest_segments
 select s.lane_id, s.first_seq, s.n, s.created_at, s.body, q.name as queue, q.namespace, q.task, l.name as partition, l.uid
