@@ -277,20 +277,6 @@ class MemoryChannel:
                 self._set_timer(cursor)
             return taken
 
-    def take_from(self, lane: str, limit: int) -> list[Delivery]:
-        """Up to `limit` messages of one lane."""
-        with self._lock:
-            now = self.clock.now()
-            self._queue.append_due(now)
-            self._queue.lane(lane)
-            cursor = self._group.cursors[lane]
-            batch = cursor.take(limit, now, self._queue.options)
-            self._set_timer(cursor)
-            if batch is None:
-                return []
-            lease, records = batch
-            return self._deliveries(cursor, lease, records)
-
     def _deliveries(self, cursor: Cursor, lease: Lease, records: Sequence[Record]) -> list[Delivery]:
         queue, group, ordered = self._queue.name, self._group.name, cursor.keeps_order(self._queue.options)
         return [MemoryDelivery(record, queue, group, cursor, lease.id, ordered) for record in records]
