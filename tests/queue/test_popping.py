@@ -37,9 +37,10 @@ async def _delays(pusher: Engine, popper: Engine, rounds: int, **where: str) -> 
     for i in range(rounds):
         waiting = asyncio.create_task(popper.pop(PopRequest("q", wait=10, auto_ack=True, **where)))  # type: ignore[arg-type]
         await asyncio.sleep(0.03)
-        await push(pusher, "q", f"m{i}", partition="p")
+        name = f"m{i}-{where}"
+        await push(pusher, "q", name, partition="p")
         committed = time.monotonic()
-        assert ids(await waiting) == [f"m{i}"]
+        assert ids(await waiting) == [name]
         delays.append(time.monotonic() - committed)
     return sorted(delays)
 

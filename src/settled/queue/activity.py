@@ -51,6 +51,7 @@ class Activity:
         """Begin listening."""
         await self.read()
         await self._listen()
+        await self._bell.get()
         self._tasks = [asyncio.create_task(task()) for task in (self._ring, self._timers, self._watch)]
 
     async def close(self) -> None:

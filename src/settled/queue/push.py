@@ -200,8 +200,9 @@ class Pusher:
         self.messages = 0
         self.duplicates = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin flushing."""
+        await asyncio.gather(*(link.get() for link in self._links))
         self._tasks = [asyncio.create_task(self._run(link)) for link in self._links]
 
     async def close(self) -> None:
