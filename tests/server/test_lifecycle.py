@@ -21,7 +21,7 @@ import pytest
 import urllib3
 
 from settled.queue.embedded import EmbeddedPostgres
-from settled.server.testing import running_server
+from settled.server.testing import RunningServer, running_server
 from tests.server.http import Http
 
 
@@ -147,6 +147,26 @@ def test_it_survives_a_postgres_that_goes_away_and_comes_back() -> None:
         while batch := http.pop("q", batch=1000, autoAck="true")["messages"]:
             seen += [m["data"] for m in batch]
         assert seen == ["before", *sorted(pushed)]
+
+
+def test_more_requests_than_connections_are_all_answered(server: RunningServer) -> None:
+    async def main() -> list[int]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def ask(i: int) -> int:
+                if i % 2:
+                    path = ("resources/overview", "consumer-groups", "messages", "dlq")[i // 2 % 4]
+                    request = session.get(f"{server.url}/api/v1/{path}")
+                else:
+                    items = {"items": [{"queue": "crowd", "partition": f"p{i % 7}", "payload": i}]}
+                    request = session.post(f"{server.url}/api/v1/push", json=items)
+                async with request as answer:
+                    await answer.read()
+                    return answer.status
+
+            return await asyncio.gather(*(ask(i) for i in range(300)))
+
+    assert set(asyncio.run(main())) == {200, 201}
 
 
 def test_several_workers_share_the_work_and_a_dead_one_is_replaced() -> None:

@@ -117,8 +117,9 @@ class Settler:
         self.calls = 0
         self.settled = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin settling."""
+        await asyncio.gather(*(link.get() for link in self._links))
         self._tasks = [asyncio.create_task(self._run(link)) for link in self._links]
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from settled.queue.db import Link, sql
@@ -50,6 +51,7 @@ class Activity:
         """Begin listening."""
         await self.read()
         await self._listen()
+        await self._bell.get()
         self._tasks = [asyncio.create_task(task()) for task in (self._ring, self._timers, self._watch)]
 
     async def close(self) -> None:
@@ -143,10 +145,7 @@ class Activity:
             pause = (
                 LOOK_EVERY if soonest is None else min(LOOK_EVERY, max(0.001, soonest - self._clock.now()))
             )
-            try:
-                await asyncio.wait_for(self._tick.wait(), pause)
-            except TimeoutError:
-                continue
+            await wait_for(self._tick, pause)
 
     async def _watch(self) -> None:
         """Look once a second even if no bell was heard, and listen again after an outage."""
@@ -163,6 +162,13 @@ class Activity:
                 if not down:
                     log.warning("%s", error)
                 down = True
+
+
+async def wait_for(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, but not for ever."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):  # asyncio.wait_for may swallow a cancellation
+            await event.wait()
 
 
 def _ignore(task: asyncio.Task[None]) -> None:

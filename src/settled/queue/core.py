@@ -73,9 +73,9 @@ class Core:
         core = cls(dsn, worker)
         await core.clock.sync(core.pool)
         await core.activity.start()
-        core.pusher.start()
-        core.popper.start()
-        core.settler.start()
+        await core.pusher.start()
+        await core.popper.start()
+        await core.settler.start()
         await core.read_switches()
         core.spawn(core.watch_switches())
         if maintain:

@@ -117,7 +117,8 @@ class Pool:
     async def link(self) -> AsyncIterator[Link]:
         """Borrow a link."""
         try:
-            link = await asyncio.wait_for(self._free.get(), 15)
+            async with asyncio.timeout(15):
+                link = await self._free.get()
         except TimeoutError:
             raise Unavailable("all connections are busy") from None
         try:

@@ -6,6 +6,7 @@ import asyncio
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from settled.queue.activity import wait_for
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest
 from settled.queue.pop import Ask, check_request
@@ -98,7 +99,7 @@ class Poller:
                 )
             pause = min(left, LOOK_AGAIN)
             if ask is None:
-                await _wait_for(news, pause)
+                await wait_for(news, pause)
             else:
                 if ask.lane is not None and ask.until is not None:
                     pause = min(pause, max(0.001, ask.until - self._clock.now()))
@@ -140,10 +141,3 @@ class Poller:
         for ready in sets:
             if ready.ready:
                 ready.wake()
-
-
-async def _wait_for(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return

@@ -146,8 +146,9 @@ class Popper:
         self.claims = 0
         self.messages = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin claiming."""
+        await asyncio.gather(*(link.get() for link in self._links))
         self._tasks = [asyncio.create_task(self._run(link)) for link in self._links]
 
     async def close(self) -> None:

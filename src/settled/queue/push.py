@@ -200,8 +200,9 @@ class Pusher:
         self.messages = 0
         self.duplicates = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin flushing."""
+        await asyncio.gather(*(link.get() for link in self._links))
         self._tasks = [asyncio.create_task(self._run(link)) for link in self._links]
 
     async def close(self) -> None:
@@ -445,11 +446,14 @@ class Pusher:
         suspects = batch.lane.remembered.suspects(hashes) if any(hashes) else None
         if not suspects:
             return {}
+        # Retention may have removed what the cache and the hashes still know.
+        heads = await link.fetch(sql("lane_heads"), [batch.lane.id])
+        first = heads[0]["first_seq"] if heads else 0
         found: dict[bytes, str] = {}
         for chunk in batch.chunks:
             for tx, key in zip(chunk.tx, chunk.hashes, strict=True):
                 for seq in suspects.get(key, ()) if key else ():
-                    stored = await self._cache.message(link, batch.lane.id, seq)
+                    stored = await self._cache.message(link, batch.lane.id, seq) if seq >= first else None
                     if stored is not None and (own := stored.own_tx()) and own[seq - stored.first_seq] == tx:
                         found[tx] = stored.id(seq - stored.first_seq)
                         break

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from settled.queue import dedup, segment
+from settled.queue.activity import wait_for
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest, Unavailable
 from settled.queue.push import Batch, Chunk, Gone
@@ -77,10 +78,7 @@ class Scheduler:
                     pause = min(pause, max(0.001, due - self._core.clock.now()))
             except Unavailable:
                 pause = LOOK_EVERY
-            try:
-                await asyncio.wait_for(self._soon.wait(), pause)
-            except TimeoutError:
-                continue
+            await wait_for(self._soon, pause)
 
     async def move(self) -> int:
         """Append what is due now, in one transaction with its removal here; answers how many."""
