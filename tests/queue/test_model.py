@@ -83,7 +83,7 @@ class Both(RuleBasedStateMachine):
             batch = 1000  # the model merges what was parked by age, the engine hands it out first
         popped = self.run(self.engine.pop(PopRequest(self.queue, lane, group=group, batch=batch)))
         mine = {m.transaction_id: m for m in popped.messages()}
-        channel = self.model.immediate(Source(lane, group))
+        channel = self.model.immediate(Source(channel=lane, group=group))
         theirs = channel.take(batch)
         order = list if self.retry == "in_order" else sorted
         assert order(mine) == order(d.id for d in theirs)
@@ -106,7 +106,7 @@ class Both(RuleBasedStateMachine):
             lane, group, delivery, item = self.out[at]
             if keep:  # else it is tried again later, though it is settled
                 del self.out[at]
-            channel = self.model.immediate(Source(lane, group))
+            channel = self.model.immediate(Source(channel=lane, group=group))
             try:
                 match status:
                     case "completed":
