@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from settled.queue.engine import Engine
 from settled.queue.types import AckItem, PopRequest, PushItem
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LEASE, RETRY_DELAY, RETRY_LIMIT = 1000, 100, 3
 LANES, GROUPS = ("one", "two"), ("g", "h")
+STATUSES = ("completed", "completed", "completed", "failed", "failed", "dlq", "retry")
 _numbers = itertools.count()
 
 
@@ -77,13 +78,28 @@ class Both(RuleBasedStateMachine):
             self.model.put(Outgoing(subject=lane, data=b"1", id=name, lane="lane"))
         before += names
 
-    @rule(lane=st.sampled_from(LANES), group=st.sampled_from(GROUPS), batch=st.sampled_from([1, 2, 5, 50]))
+    @rule(
+        lane=st.sampled_from(LANES),
+        group=st.sampled_from(GROUPS),
+        batch=st.sampled_from([1, 2, 5, 50]),
+        count=st.integers(0, 6),
+        plan=st.lists(st.tuples(st.integers(0, 999), st.sampled_from(STATUSES), st.booleans()), max_size=8),
+    )
+    def push_pop_and_settle(self, lane: str, group: str, batch: int, count: int, plan: list[tuple[int, str, bool]]) -> None:
+        """A little of everything in one step; the plan picks among all that was handed out, newest first."""
+        if count:
+            self.push(lane, count, False)
+        self.pop(lane, group, batch)
+        for place, status, again in plan:
+            if self.out:
+                self.settle(len(self.out) - 1 - place % min(len(self.out), 12), status, again)
+
     def pop(self, lane: str, group: str, batch: int) -> None:
         if self.retry == "parked":
             batch = 1000  # the model merges what was parked by age, the engine hands it out first
         popped = self.run(self.engine.pop(PopRequest(self.queue, lane, group=group, batch=batch)))
         mine = {m.transaction_id: m for m in popped.messages()}
-        channel = self.model.immediate(Source(lane, group))
+        channel = self.model.immediate(Source(channel=lane, group=group))
         theirs = channel.take(batch)
         order = list if self.retry == "in_order" else sorted
         assert order(mine) == order(d.id for d in theirs)
@@ -93,36 +109,27 @@ class Both(RuleBasedStateMachine):
             item = AckItem(delivery.id, message.partition_id, "", message.lease_id, "error", None, group)
             self.out.append((lane, group, delivery, item))
 
-    @precondition(lambda self: self.out)
-    @rule(
-        data=st.data(),
-        status=st.sampled_from(["completed", "completed", "failed", "failed", "dlq", "retry"]),
-        keep=st.integers(0, 4),
-        count=st.integers(1, 4),
-    )
-    def settle(self, data: Any, status: str, keep: int, count: int) -> None:
-        for _ in range(min(count, len(self.out))):
-            at = data.draw(st.integers(0, len(self.out) - 1))
-            lane, group, delivery, item = self.out[at]
-            if keep:  # else it is tried again later, though it is settled
-                del self.out[at]
-            channel = self.model.immediate(Source(lane, group))
-            try:
-                match status:
-                    case "completed":
-                        channel.ack(delivery)
-                    case "failed":
-                        channel.requeue(delivery, None)
-                    case "dlq":
-                        channel.reject(delivery, Reject(Reason.DELIVERY_ERROR, "error"))
-                    case _:
-                        channel.nack(delivery)
-                expected = True
-            except LeaseLost:
-                expected = False
-            asked = AckItem(item.transaction_id, item.partition_id, status, item.lease_id, "error", None, group)
-            (result,) = self.run(self.engine.ack([asked], group))
-            assert result.success == expected, result
+    def settle(self, at: int, status: str, again: bool) -> None:
+        lane, group, delivery, item = self.out[at]
+        if not again:  # else it is tried once more later, though it is settled
+            del self.out[at]
+        channel = self.model.immediate(Source(channel=lane, group=group))
+        try:
+            match status:
+                case "completed":
+                    channel.ack(delivery)
+                case "failed":
+                    channel.requeue(delivery, None)
+                case "dlq":
+                    channel.reject(delivery, Reject(Reason.DELIVERY_ERROR, "error"))
+                case _:
+                    channel.nack(delivery)
+            expected = True
+        except LeaseLost:
+            expected = False
+        asked = AckItem(item.transaction_id, item.partition_id, status, item.lease_id, "error", None, group)
+        (result,) = self.run(self.engine.ack([asked], group))
+        assert result.success == expected, result
 
     @rule(seconds=st.sampled_from([150, 450, 1050]))
     def time_passes(self, seconds: int) -> None:
@@ -167,7 +174,7 @@ def test_the_engine_does_what_the_in_memory_transport_does(both: type[Both]) -> 
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         both,
         settings=settings(
-            max_examples=40,
+            max_examples=30,
             stateful_step_count=40,
             deadline=None,
             database=None,
