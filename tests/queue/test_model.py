@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-
-from settled.queue.engine import Engine
-from settled.queue.types import AckItem, PopRequest, PushItem
 from settled.settlement import Reason, Reject
 from settled.transports.base import LeaseLost, Outgoing, Source
 from settled.transports.lanes import QueueOptions
 from settled.transports.memory import MemoryTransport
+
+from settled.queue.engine import Engine
+from settled.queue.types import AckItem, PopRequest, PushItem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ class ModelClock:
 
 
 class Both(RuleBasedStateMachine):
-    """Does everything twice and compares. In the model each lane is a queue of its own, so that it can be popped by name."""
+    """Does everything twice and compares; in the model a lane is a queue of its own, to be popped by name."""
 
     engine: Engine
     loop: asyncio.AbstractEventLoop
@@ -49,13 +49,22 @@ class Both(RuleBasedStateMachine):
         self.retry = retry
         self.clock = ModelClock()
         self.model = MemoryTransport(clock=self.clock)  # type: ignore[arg-type]
-        options = {"leaseTime": LEASE, "retryDelay": RETRY_DELAY * 1000, "retryLimit": RETRY_LIMIT, "retry": retry}
+        options = {
+            "leaseTime": LEASE,
+            "retryDelay": RETRY_DELAY * 1000,
+            "retryLimit": RETRY_LIMIT,
+            "retry": retry,
+        }
         self.run(self.engine.configure(self.queue, options))
         for lane in LANES:
             self.model.configure(
                 lane,
                 QueueOptions(
-                    lease=LEASE, retry=retry, retry_limit=RETRY_LIMIT, retry_delay=RETRY_DELAY, retry_delay_max=3600
+                    lease=LEASE,
+                    retry=retry,
+                    retry_limit=RETRY_LIMIT,
+                    retry_delay=RETRY_DELAY,
+                    retry_delay_max=3600,
                 ),
             )
             for group in GROUPS:
@@ -85,7 +94,9 @@ class Both(RuleBasedStateMachine):
         count=st.integers(0, 6),
         plan=st.lists(st.tuples(st.integers(0, 999), st.sampled_from(STATUSES), st.booleans()), max_size=8),
     )
-    def push_pop_and_settle(self, lane: str, group: str, batch: int, count: int, plan: list[tuple[int, str, bool]]) -> None:
+    def push_pop_and_settle(
+        self, lane: str, group: str, batch: int, count: int, plan: list[tuple[int, str, bool]]
+    ) -> None:
         """A little of everything in one step; the plan picks among all that was handed out, newest first."""
         if count:
             self.push(lane, count, False)
@@ -151,11 +162,16 @@ class Both(RuleBasedStateMachine):
     def lag_and_dead_letters_agree(self) -> None:
         if not hasattr(self, "queue"):
             return
-        lags = {(lane.group, lane.partition): lane.lag for lane in self.run(self.engine.lanes(queue=self.queue))}
+        lags = {
+            (lane.group, lane.partition): lane.lag for lane in self.run(self.engine.lanes(queue=self.queue))
+        }
         for (group, lane), lag in lags.items():
             if lane in LANES:
                 assert lag == self.model.depth(lane, group), (group, lane)
-        mine = sorted((d.group, d.transaction_id) for d in self.run(self.engine.dead_letters(queue=self.queue, limit=999)).rows)
+        mine = sorted(
+            (d.group, d.transaction_id)
+            for d in self.run(self.engine.dead_letters(queue=self.queue, limit=999)).rows
+        )
         theirs = sorted((d.group, d.id) for lane in LANES for d in self.model.dead_letters(lane))
         assert mine == theirs
 

@@ -51,9 +51,8 @@ def test_an_engine_survives_a_restart_of_postgres(own_postgres: EmbeddedPostgres
                     await push(engine, "q", name)
                     queued.add(name)
                     i += 1
-                except Unavailable as error:
+                except Unavailable:
                     refused += 1
-                    assert error.retry_after > 0
                     await asyncio.sleep(0.05)
 
         await push(engine, "leased", "a", "b")
@@ -124,7 +123,8 @@ def test_two_starters_share_one_server_and_the_last_one_stops_it() -> None:
     )
     command = [sys.executable, "-c", starter, str(directory)]
     others = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
+        for _ in range(2)
     ]
     dsns = {other.stdout.readline().strip() for other in others if other.stdout}
     server = EmbeddedPostgres.start(directory)

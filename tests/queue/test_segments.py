@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +11,9 @@ from settled.queue import dedup, segment
 from settled.queue.leases import new_lease, read_lease
 
 _tx = st.one_of(st.just(b""), st.text(min_size=1, max_size=20).map(str.encode))
-_rows = st.lists(st.tuples(_tx, st.binary(max_size=80), st.sampled_from([b"", b'{"a":"b"}'])), min_size=1, max_size=40)
+_rows = st.lists(
+    st.tuples(_tx, st.binary(max_size=80), st.sampled_from([b"", b'{"a":"b"}'])), min_size=1, max_size=40
+)
 
 
 @given(_rows, st.integers(0, 2**60), st.booleans(), st.booleans())
@@ -20,7 +24,9 @@ def test_a_segment_gives_back_what_it_was_made_of(
     base = segment.new_base()
     ids = b"".join(segment.new_base() for _ in rows) if own_ids else None
     times = [1_700_000_000_000_000 + i for i in range(len(rows))] if own_times else None
-    made = segment.Segment(first, 1_800_000_000_000_000, segment.encode(base, tx, payloads, headers, ids, times))
+    made = segment.Segment(
+        first, 1_800_000_000_000_000, segment.encode(base, tx, payloads, headers, ids, times)
+    )
     assert (made.n, made.first_seq, made.end_seq) == (len(rows), first, first + len(rows))
     for i, (own, payload, header) in enumerate(rows):
         assert made.payload(i) == payload
@@ -30,7 +36,7 @@ def test_a_segment_gives_back_what_it_was_made_of(
         assert made.created(i) == (times[i] if times else 1_800_000_000_000_000)
     column_ids, txs, head, blob, offsets = made.columns()
     assert (column_ids, txs, head) == (made.ids(), made.txs(), headers if any(headers) else [b""] * len(rows))
-    assert [blob[a:b] for a, b in zip(offsets, offsets[1:], strict=False)] == payloads
+    assert [blob[a:b] for a, b in pairwise(offsets)] == payloads
     assert len(set(made.ids())) == len(rows)
 
 

@@ -1,4 +1,4 @@
-"""Settling: acks of many callers become bits in one call a flush; what cannot be settled is taken out alone."""
+"""Settling: acks of many callers become bits in one call; what cannot be settled is taken out alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from asyncpg import BitString
 
 from settled.queue.db import Link
 from settled.queue.errors import BadRequest, Unavailable
+from settled.queue.marks import Mark, Settlement, overlaps
 from settled.queue.types import AckItem, AckResult
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from settled.queue.activity import Activity
     from settled.queue.cache import SegmentCache
     from settled.queue.db import Clock
-    from settled.queue.lanes import Lane, Registry
+    from settled.queue.lanes import Registry
     from settled.queue.leases import Lease, Leases
     from settled.queue.ready import ReadySets
 
@@ -27,64 +28,7 @@ SETTLERS = 2
 KINDS = {"completed": "ack", "success": "ack", "failed": "failed", "dlq": "dlq", "retry": "retry"}
 SETTLE = f"select * from settle({', '.join(f'${i}' for i in range(1, 22))})"  # noqa: S608 - placeholders only
 ROUNDS = 50
-ERROR_LIMIT = 10_000
 _REVERSED = bytes(int(f"{i:08b}"[::-1], 2) for i in range(256))
-
-
-class Mark:
-    """One message to settle, found under its lease."""
-
-    __slots__ = ("delay", "error", "item", "kind", "lane", "lease", "result", "seq")
-
-    def __init__(self, item: AckItem, lane: Lane, lease: Lease, seq: int, kind: str) -> None:
-        self.item = item
-        self.lane = lane
-        self.lease = lease
-        self.seq = seq
-        self.kind = kind
-        self.error = item.error[:ERROR_LIMIT].replace("\0", "") if item.error else item.error
-        self.delay = item.delay
-        self.result: AckResult | None = None
-
-    @property
-    def single(self) -> bool:
-        """Whether it needs more than a bit."""
-        return (
-            self.kind != "ack"
-            or self.seq < self.lease.base
-            or self.seq >= self.lease.base + self.lease.length
-        )
-
-    def refuse(self, message: Any, error: str) -> None:
-        """Answer that it was not settled."""
-        self.result = AckResult(
-            self.item.transaction_id, False, message, error, self.lane.queue.name, self.lane.name
-        )
-
-
-class Settlement:
-    """One caller's marks; with `atomic` they are settled together or not at all."""
-
-    __slots__ = ("atomic", "future", "marks")
-
-    def __init__(self, marks: list[Mark], atomic: bool) -> None:
-        self.marks = marks
-        self.atomic = atomic
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def live(self) -> list[Mark]:
-        """What is still to be settled."""
-        if self.atomic and any(mark.result is not None for mark in self.marks):
-            return []
-        return [mark for mark in self.marks if mark.result is None]
-
-    def finish(self) -> None:
-        """Answer the caller; what an atomic call gave up because of another item says so."""
-        for mark in self.marks:
-            if mark.result is None:
-                mark.refuse("not_applied", "not settled because another item of the same call could not be")
-        if not self.future.done():
-            self.future.set_result(None)
 
 
 class Settler:
@@ -151,7 +95,7 @@ class Settler:
             ]
             if not stale or (not atomic and len(stale) < len(items)):
                 break
-            # No lease id was given and the one we remembered is over: see who holds the lane now, and try again.
+            # No lease id was given and the one we remembered is over: see who holds the lane now.
         answers = []
         for item, result, mark in zip(items, results, marks, strict=True):
             if result is None and mark is not None and mark.result is None:
@@ -236,7 +180,7 @@ class Settler:
             settlement = self._pending.popleft()
             if settlement.future.done():
                 continue
-            if _overlaps(settlement, touched, self._out):
+            if overlaps(settlement, touched, self._out):
                 later.append(settlement)
             else:
                 taken.append(settlement)
@@ -244,7 +188,7 @@ class Settler:
         return taken
 
     async def apply(self, link: Any, settlements: list[Settlement]) -> None:
-        """Settle; what cannot be settled is taken out and the rest tried again, until nothing is in the way."""
+        """Settle; what cannot be is taken out and the rest tried again, until nothing is in the way."""
         for _ in range(ROUNDS):
             marks = [mark for settlement in settlements for mark in settlement.live()]
             if not marks or await self._call(link, marks):
@@ -391,25 +335,3 @@ class Settler:
 _PROBLEMS = {"bad_lease", "answered", "bad_lease_single", "answered_single"}
 _NOTHING = ("00000000-0000-0000-0000-000000000000", "", datetime(1970, 1, 1, tzinfo=UTC), b"", b"")
 _DIGITS = bytes([48, 49]) + bytes(254)
-
-
-def _overlaps(
-    settlement: Settlement, touched: dict[tuple[str, int], set[int]], out: set[tuple[int, int]]
-) -> bool:
-    """Whether it touches a message that this flush settles already, or a lane another call works on."""
-    own: dict[tuple[str, int], set[int]] = {}
-    last: Lease | None = None
-    seqs: set[int] = set()
-    for mark in settlement.marks:
-        lease = mark.lease
-        if lease is not last:
-            if (lease.lane_id, lease.group_id) in out:
-                return True
-            last = lease
-            seqs = own.setdefault((lease.id, lease.lane_id), set())
-        seqs.add(mark.seq)
-    if any(not seqs.isdisjoint(touched.get(key, ())) for key, seqs in own.items()):
-        return True
-    for key, seqs in own.items():
-        touched.setdefault(key, set()).update(seqs)
-    return False
