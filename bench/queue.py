@@ -66,6 +66,8 @@ class Row:
     bad: int = 0
     memory_mib: float = 0
     plain: float | None = None
+    server_us: float = 0
+    postgres_us: float = 0
 
 
 def wrk(url: str, script: str, connections: int, seconds: float, *args: str, per_request: int = 1) -> Row:
@@ -80,7 +82,9 @@ def wrk(url: str, script: str, connections: int, seconds: float, *args: str, per
         str(HERE / "wrk" / script),
         url,
     ]
+    before = cpu_seconds()
     done = subprocess.run([*command, "--", *args], capture_output=True, text=True, check=False)
+    spent_on = {name: seconds - before.get(name, 0.0) for name, seconds in cpu_seconds().items()}
     out = done.stdout
     if done.returncode or "Requests/sec" not in out:
         raise SystemExit(f"{' '.join(command)} failed:\n{out}{done.stderr}")
@@ -98,7 +102,29 @@ def wrk(url: str, script: str, connections: int, seconds: float, *args: str, per
         count * per_request / spent,
         float(p99[1]) * scale[p99[2]] if p99 else 0.0,
         int(bad[1] or bad[2]) if bad else 0,
+        server_us=spent_on.get("server", 0.0) * 1e6 / max(1, count * per_request),
+        postgres_us=spent_on.get("postgres", 0.0) * 1e6 / max(1, count * per_request),
     )
+
+
+WATCHED: dict[str, list[int]] = {"server": [], "postgres": []}
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Processor time used so far by the server and by its Postgres.
+
+    It tells more than a rate when other programs share the machine.
+    """
+    used: dict[str, float] = {}
+    tick = os.sysconf("SC_CLK_TCK")
+    for name, parents in WATCHED.items():
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                text = file.read_text()
+                fields = text[text.rindex(")") + 2 :].split()
+                if int(file.parent.name) in parents or int(fields[1]) in parents:
+                    used[name] = used.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / tick
+    return used
 
 
 class Bench:
@@ -298,13 +324,17 @@ def plain_queue(dsn: str) -> Iterator[str]:
 
 def show(rows: list[Row]) -> str:
     """The table, in Markdown."""
-    lines = ["| case | msg/s | goal | plain queue | p99 | memory |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| case | msg/s | goal | plain queue | p99 | CPU a message: server, Postgres | memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         plain = "-" if row.plain is None else f"{row.plain:,.0f}"
         bad = f" ({row.bad} refused)" if row.bad else ""
         lines.append(
             f"| {row.case} | {row.messages_per_second:,.0f}{bad} | {GOALS[row.case]:,} | {plain} "
-            f"| {row.p99_ms:.1f} ms | {row.memory_mib:.0f} MiB |"
+            f"| {row.p99_ms:.1f} ms | {row.server_us:.1f}, {row.postgres_us:.1f} \u00b5s "
+            f"| {row.memory_mib:.0f} MiB |"
         )
     return "\n".join(lines)
 
@@ -329,6 +359,8 @@ def main() -> None:
         bench = Bench(
             server.url, stack.enter_context(plain_queue(postgres.dsn)), options.seconds, server.process.pid
         )
+        WATCHED["server"] = [server.process.pid]
+        WATCHED["postgres"] = [int((Path(data) / "postgres" / "postmaster.pid").read_text().split()[0])]
         chosen = bench.cases()
         for name in options.only or chosen:
             rows.append(chosen[name]())
