@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from settled.queue.activity import Activity
     from settled.queue.cache import SegmentCache
     from settled.queue.db import Clock
-    from settled.queue.lanes import Registry
+    from settled.queue.lanes import Lane, Registry
     from settled.queue.leases import Lease, Leases
     from settled.queue.ready import ReadySets
 
@@ -110,43 +110,44 @@ class Settler:
         """Each item's message under its lease, or the answer that there is none."""
         results: list[AckResult | None] = []
         marks: list[Mark | None] = []
-        twice: set[tuple[str, int, int]] = set()
-        lanes, groups, known = self._registry.lanes_by_uid, self._registry.groups, self._leases.known
+        taken: dict[tuple[str, int], set[int]] = {}
+        last: tuple[str, str | None, str | None] | None = None
+        lane: Lane | None = None
+        lease: Lease | None = None
+        seen: set[int] = set()
         for item in items:
             kind = KINDS.get(item.status)
             if kind is None:
                 raise BadRequest("status", item.status, f"must be one of {', '.join(KINDS)}")
             if item.delay is not None and not 0 <= item.delay <= 366 * 86_400:
                 raise BadRequest("delay", item.delay, "must be 0 s to a year")
-            lane = lanes.get(item.partition_id) or await self._registry.lane_by_uid(item.partition_id)
-            name = item.group or group
-            group_id = groups.get(name) or await self._registry.group(name)
-            if lane is None:
-                results.append(AckResult(item.transaction_id, False, "not_found", "Partition not found"))
-                marks.append(None)
-                continue
-            lease = known(item.lease_id or None, lane.id, group_id)
-            if lease is None:
-                lease = await self._leases.find(item.lease_id or None, lane.id, group_id, self._clock.now())
+            key = (item.partition_id, item.lease_id, item.group)
+            if key != last:  # neighbours nearly always share a lease
+                last = key
+                lane, lease = await self._lease(item, item.group or group)
+                if lease is not None:
+                    seen = taken.setdefault((lease.id, lease.lane_id), set())
             seq = lease.place(item.transaction_id) if lease is not None else None
-            if lease is not None and seq is not None:
-                place = (lease.id, lane.id, seq)
-                if place in twice:
-                    seq = None
-                twice.add(place)
-            if lease is None or seq is None:
-                why = (
-                    ("invalid_lease", "Invalid or expired lease")
-                    if lease is None
-                    else ("not_found", "Message not found")
-                )
-                queue, partition = lane.queue.name, lane.name
-                results.append(AckResult(item.transaction_id, False, why[0], why[1], queue, partition))  # type: ignore[arg-type]
+            if lane is None or lease is None or seq is None or seq in seen:
+                results.append(_refusal(item, lane, lease))
                 marks.append(None)
                 continue
+            seen.add(seq)
             results.append(None)
             marks.append(Mark(item, lane, lease, seq, kind))
         return results, marks
+
+    async def _lease(self, item: AckItem, group: str) -> tuple[Lane | None, Lease | None]:
+        """The lane and lease an item speaks of."""
+        registry = self._registry
+        lane = registry.lanes_by_uid.get(item.partition_id) or await registry.lane_by_uid(item.partition_id)
+        group_id = registry.groups.get(group) or await registry.group(group)
+        if lane is None:
+            return None, None
+        lease = self._leases.known(item.lease_id or None, lane.id, group_id)
+        if lease is None:
+            lease = await self._leases.find(item.lease_id or None, lane.id, group_id, self._clock.now())
+        return lane, lease
 
     async def _run(self, link: Link) -> None:
         while True:
@@ -157,7 +158,8 @@ class Settler:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            keys = {(m.lease.lane_id, m.lease.group_id) for s in taken for m in s.marks}
+            leases = {mark.lease for settlement in taken for mark in settlement.marks}
+            keys = {(lease.lane_id, lease.group_id) for lease in leases}
             self._out |= keys
             try:
                 await self.apply(link, taken)
@@ -335,3 +337,15 @@ class Settler:
 _PROBLEMS = {"bad_lease", "answered", "bad_lease_single", "answered_single"}
 _NOTHING = ("00000000-0000-0000-0000-000000000000", "", datetime(1970, 1, 1, tzinfo=UTC), b"", b"")
 _DIGITS = bytes([48, 49]) + bytes(254)
+
+
+def _refusal(item: AckItem, lane: Lane | None, lease: Lease | None) -> AckResult:
+    """Why an item cannot be settled."""
+    if lane is None:
+        return AckResult(item.transaction_id, False, "not_found", "Partition not found")
+    queue, partition = lane.queue.name, lane.name
+    if lease is None:
+        return AckResult(
+            item.transaction_id, False, "invalid_lease", "Invalid or expired lease", queue, partition
+        )
+    return AckResult(item.transaction_id, False, "not_found", "Message not found", queue, partition)
