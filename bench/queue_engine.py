@@ -59,11 +59,16 @@ async def push(engine: Engine, queue: str, count: int) -> int:
     return len(await engine.push(items(queue, next(_ids) % LANES, count)))
 
 
-async def main(seconds: float) -> None:
-    """Run every case once."""
+def start() -> EmbeddedPostgres:
+    """A server of our own, in a directory its account can reach."""
     directory = Path(tempfile.mkdtemp())
     directory.chmod(0o755)
-    server = EmbeddedPostgres.start(directory)
+    return EmbeddedPostgres.start(directory)
+
+
+async def main(seconds: float) -> None:
+    """Run every case once."""
+    server = start()
     try:
         async with await Engine.open(server.dsn) as engine:
             await load("push 1, 50 callers", 50, seconds, lambda _: push(engine, "one", 1))

@@ -45,7 +45,9 @@ def test_eight_producers_and_auto_ack_consumers_on_one_lane_lose_nothing(dsn: st
 
         async def consume(engine: Engine) -> None:
             while True:
-                batch = await engine.pop(PopRequest("q", batch=random.choice((1, 7, 500)), auto_ack=True, wait=0.3))
+                batch = await engine.pop(
+                    PopRequest("q", batch=random.choice((1, 7, 500)), auto_ack=True, wait=0.3)
+                )
                 got.extend((m.transaction_id, m.seq) for m in batch.messages())
                 if not len(batch) and stop.is_set():
                     return
@@ -64,7 +66,9 @@ def test_eight_producers_and_auto_ack_consumers_on_one_lane_lose_nothing(dsn: st
     asyncio.run(asyncio.wait_for(body(), 120))
 
 
-def test_leases_with_acks_shuffled_through_two_engines_deliver_each_message_once_and_in_order(dsn: str) -> None:
+def test_leases_with_acks_shuffled_through_two_engines_deliver_each_message_once_and_in_order(
+    dsn: str,
+) -> None:
     async def body() -> None:
         engines = [await Engine.open(dsn, worker=f"w{i}") for i in range(2)]
         lanes, stop = 3, asyncio.Event()
@@ -130,7 +134,9 @@ asyncio.run(main(*sys.argv[1:]))
 
 def test_two_processes_pushing_the_same_ids_queue_each_once_and_name_the_same_message(dsn: str) -> None:
     processes = [
-        subprocess.Popen([sys.executable, "-c", _PUSHER, dsn, f"w{i}", order], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", _PUSHER, dsn, f"w{i}", order], stdout=subprocess.PIPE, text=True
+        )
         for i, order in enumerate(("up", "down", "up"))
     ]
     answers: dict[str, list[tuple[str, str]]] = {}
@@ -175,7 +181,9 @@ async def test_one_callers_bad_ack_does_not_touch_other_callers_acks(engine: Eng
     order = list(range(len(mixed)))
     random.Random(1).shuffle(order)
     results = dict(zip(order, await asyncio.gather(*(mixed[i] for i in order)), strict=True))
-    assert sum(results[i] for i in range(len(jobs))) + sum(results[len(jobs) + 100 + i] for i in range(5)) == 300
+    assert (
+        sum(results[i] for i in range(len(jobs))) + sum(results[len(jobs) + 100 + i] for i in range(5)) == 300
+    )
     assert not any(results[len(jobs) + i] for i in range(100))
     assert (await engine.groups(queue="q"))[0].total_lag == 0
 
@@ -202,7 +210,9 @@ async def test_everything_at_once_for_a_while_without_deadlock_or_loss(one: Engi
         rng = random.Random(number)
         while True:
             engine = rng.choice(engines)
-            request = PopRequest(rng.choice("qr"), batch=rng.choice((1, 10, 100)), partitions=rng.choice((1, 3)), wait=0.2)
+            request = PopRequest(
+                rng.choice("qr"), batch=rng.choice((1, 10, 100)), partitions=rng.choice((1, 3)), wait=0.2
+            )
             batch = await engine.pop(request)
             messages = list(batch.messages())
             if not messages:
@@ -211,7 +221,8 @@ async def test_everything_at_once_for_a_while_without_deadlock_or_loss(one: Engi
                 continue
             statuses = [rng.choices(("completed", "failed", "retry"), (20, 1, 1))[0] for _ in messages]
             items = [
-                AckItem(m.transaction_id, m.partition_id, s, m.lease_id) for m, s in zip(messages, statuses, strict=True)
+                AckItem(m.transaction_id, m.partition_id, s, m.lease_id)
+                for m, s in zip(messages, statuses, strict=True)
             ]
             for result, status in zip(await rng.choice(engines).ack(items), statuses, strict=True):
                 assert result.success, result
@@ -228,5 +239,7 @@ async def test_everything_at_once_for_a_while_without_deadlock_or_loss(one: Engi
     await asyncio.gather(*(produce(i) for i in range(4)), *(consume(10 + i) for i in range(6)), disturb())
     assert set(done) == sent
     assert set(done.values()) == {1}
-    deadlocks = await one._core.pool.fetchval("select deadlocks from pg_stat_database where datname = current_database()")
+    deadlocks = await one._core.pool.fetchval(
+        "select deadlocks from pg_stat_database where datname = current_database()"
+    )
     assert deadlocks == 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
-from settled.queue.engine import Engine
 from settled.queue.types import BadRequest, NotFound, PopRequest, PushItem
 from tests.queue.helpers import drain, ids, pop, push, settle, with_engine
+
+if TYPE_CHECKING:
+    from settled.queue.engine import Engine
 
 
 @with_engine
@@ -45,7 +48,9 @@ async def test_completed_retention_waits_for_every_group_and_every_retry(engine:
 
 
 @with_engine
-async def test_what_waits_too_long_goes_to_the_dead_letters_of_the_group_that_did_not_take_it(engine: Engine) -> None:
+async def test_what_waits_too_long_goes_to_the_dead_letters_of_the_group_that_did_not_take_it(
+    engine: Engine,
+) -> None:
     await engine.configure("q", {"maxWaitTimeSeconds": 1})
     await engine.configure("unread", {"maxWaitTimeSeconds": 1})
     await push(engine, "q", "a", "b", headers={"k": "v"})
@@ -193,7 +198,11 @@ async def test_options_are_checked_by_name_and_replaced_whole(engine: Engine) ->
     first = await engine.configure("q", {"leaseTime": 5, "retry": "parked"}, namespace="n", task="t")
     assert (first.options.lease_time, first.options.retry, first.namespace) == (5, "parked", "n")
     second = await engine.configure("q", {"retryLimit": 7})
-    assert (second.options.lease_time, second.options.retry_limit, second.queue_id) == (300, 7, first.queue_id)
+    assert (second.options.lease_time, second.options.retry_limit, second.queue_id) == (
+        300,
+        7,
+        first.queue_id,
+    )
     for bad in ({"leaseTime": 0}, {"retryLimit": -1}, {"retry": "never"}, {"priority": "high"}, {"colour": 1},
                 {"retentionEnabled": 1}, {"maxSize": True}, {"encryptionEnabled": True}):  # fmt: skip
         with pytest.raises(BadRequest, match=next(iter(bad))):

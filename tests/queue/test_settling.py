@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
-from settled.queue.engine import Engine
 from settled.queue.types import AckItem, BadRequest, PopRequest
 from tests.queue.helpers import drain, ids, pop, push, settle, with_engine, with_engines
+
+if TYPE_CHECKING:
+    from settled.queue.engine import Engine
 
 
 @with_engine

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
-from settled.queue.engine import Engine
-from settled.queue.types import AckItem, AckOp, BadRequest, Conflict, CycleAck, NotFound, PushItem, PushOp, StateOp
+from settled.queue.types import (
+    AckItem,
+    AckOp,
+    BadRequest,
+    Conflict,
+    CycleAck,
+    NotFound,
+    PushItem,
+    PushOp,
+    StateOp,
+)
 from tests.queue.helpers import drain, ids, pop, push, settle, with_engine, with_engines
+
+if TYPE_CHECKING:
+    from settled.queue.engine import Engine
 
 
 @with_engine
@@ -28,9 +41,9 @@ async def test_acks_nacks_and_pushes_over_several_queues_are_applied_together(en
         [batch.lease_id or ""],
     )
     assert result.success
-    assert [type(r).__name__ for r in result.results] == ["AckResult", "PushResult", "PushResult"] + ["AckResult"] * 2 + [
-        "PushResult"
-    ]
+    assert [type(r).__name__ for r in result.results] == ["AckResult", "PushResult", "PushResult"] + [
+        "AckResult"
+    ] * 2 + ["PushResult"]
     assert [(m.transaction_id, m.attempts) for m in (await pop(engine, "in")).messages()] == [("b", 1)]
     assert (await engine.dead_letters(queue="in")).total == 1
     assert ids(await pop(engine, "out", auto_ack=True)) == ["x"]
@@ -82,7 +95,9 @@ async def test_a_transaction_after_the_lease_expired_is_refused(engine: Engine) 
 
 
 @with_engines(2)
-async def test_transactions_and_pushes_meet_on_the_same_lanes_without_loss_or_deadlock(one: Engine, two: Engine) -> None:
+async def test_transactions_and_pushes_meet_on_the_same_lanes_without_loss_or_deadlock(
+    one: Engine, two: Engine
+) -> None:
     lanes = [f"p{i}" for i in range(4)]
 
     async def transactions(engine: Engine, name: str) -> int:
@@ -100,7 +115,11 @@ async def test_transactions_and_pushes_meet_on_the_same_lanes_without_loss_or_de
         return 80
 
     sent = await asyncio.gather(
-        transactions(one, "a"), transactions(two, "b"), pushes(one, "c"), pushes(two, "d"), transactions(one, "e")
+        transactions(one, "a"),
+        transactions(two, "b"),
+        pushes(one, "c"),
+        pushes(two, "d"),
+        transactions(one, "e"),
     )
     got = await drain(one, "q")
     assert len(got) == len(set(got)) == sum(sent)
@@ -116,16 +135,25 @@ async def test_a_stream_cycle_commits_state_pushes_and_ack_together(engine: Engi
     done = await engine.cycle(
         query.query_id,
         partition,
-        state_ops=[StateOp("upsert", "k1", b'{"windowEnd": 10}'), StateOp("upsert", "k2", b"2"), StateOp("delete", "k2")],
+        state_ops=[
+            StateOp("upsert", "k1", b'{"windowEnd": 10}'),
+            StateOp("upsert", "k2", b"2"),
+            StateOp("delete", "k2"),
+        ],
         push_items=[PushItem("sink", b"1", transaction_id="s1")],
         ack=CycleAck("b", batch.lease_id),
     )
     assert (done.acked, done.lease_released, done.state_ops_applied) == (2, True, 3)
     assert [r.key for r in await engine.state(query.query_id, partition)] == ["k1"]
     assert await engine.state(query.query_id, partition, ripe_at_or_before=9) == []
-    assert len(await engine.state(query.query_id, partition, ripe_at_or_before=10, key_prefix="k", keys=["k1"])) == 1
+    assert (
+        len(await engine.state(query.query_id, partition, ripe_at_or_before=10, key_prefix="k", keys=["k1"]))
+        == 1
+    )
     assert ids(await pop(engine, "source")) == ["c", "d"]
-    again = await engine.cycle(query.query_id, partition, push_items=[PushItem("sink", b"1", transaction_id="s1")])
+    again = await engine.cycle(
+        query.query_id, partition, push_items=[PushItem("sink", b"1", transaction_id="s1")]
+    )
     assert again.push_results[0].status == "duplicate"
     assert await drain(engine, "sink") == ["s1"]
 
@@ -157,6 +185,8 @@ async def test_a_cycle_may_keep_its_lease(engine: Engine) -> None:
     query = await engine.register_query("q", "source", "h")
     batch = await pop(engine, "source")
     partition = next(batch.messages()).partition_id
-    kept = await engine.cycle(query.query_id, partition, ack=CycleAck("a", batch.lease_id), release_lease=False)
+    kept = await engine.cycle(
+        query.query_id, partition, ack=CycleAck("a", batch.lease_id), release_lease=False
+    )
     assert not kept.lease_released
     assert (await settle(engine, batch, "completed", "b"))[0].lease_released

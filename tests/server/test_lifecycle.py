@@ -169,6 +169,20 @@ def test_more_requests_than_connections_are_all_answered(server: RunningServer) 
     assert set(asyncio.run(main())) == {200, 201}
 
 
+def test_workers_end_with_their_supervisor_however_it_ends() -> None:
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)):
+        with running_server(workers=2) as server:
+            report = Http(server.url)("GET", "/api/v1/analytics/worker-metrics").body
+            pids = [worker["pid"] for worker in report["workers"]]
+            assert len(pids) == 2
+            server.process.send_signal(number)
+            assert server.process.wait(20) == code
+            wait_for(lambda pids=pids: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids))
+            if server.data is not None:
+                # A killed one leaves its Postgres behind; whoever comes next joins it, and stops it.
+                EmbeddedPostgres.start(server.data).stop()
+
+
 def test_several_workers_share_the_work_and_a_dead_one_is_replaced() -> None:
     with running_server(workers=2) as server:
         http = Http(server.url)

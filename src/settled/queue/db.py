@@ -184,14 +184,13 @@ async def migrate(dsn: str) -> None:
     try:
         await connection.fetch("select pg_advisory_lock($1)", MIGRATION_LOCK)
         await connection.execute(f"create schema if not exists {SCHEMA}")
-        await connection.execute(
-            "create table if not exists migration (id int primary key, name text, at timestamptz default now())"
-        )
+        await connection.execute(_QUERIES["migrations"])
         done = {row["id"] for row in await connection.fetch("select id from migration")}
         newest = int(steps[-1].name[:3])
         if done and max(done) > newest:
             raise QueueError(
-                f"the database's queue schema is at version {max(done)}, this program knows {newest}: upgrade settled"
+                f"the database's queue schema is at version {max(done)}, this program knows {newest}: "
+                "upgrade settled"
             )
         for step in steps:
             number = int(step.name[:3])

@@ -228,7 +228,7 @@ class EmbeddedPostgres:
 
 
 def _home(directory: Path) -> Path:
-    """The directory itself; or, where root's own directories hide it from Postgres' account, one it can reach.
+    """The directory itself; or, where root's directories hide it from Postgres' account, one it can reach.
 
     Then a link in the directory shows where the data is.
     """

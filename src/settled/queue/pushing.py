@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from settled.queue.batch import Chunk, Gone
 from settled.queue.errors import BadRequest, Unavailable
-from settled.queue.push import ATTEMPTS, LANE_LIMIT, Chunk, Gone, Pusher
+from settled.queue.push import ATTEMPTS, LANE_LIMIT
 from settled.queue.schedule import MAX_DELAY, schedule
 from settled.queue.types import PushItem, PushResult
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from settled.queue.core import Core
     from settled.queue.lanes import Lane, Registry
+    from settled.queue.push import Pusher
 
 
 async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:

@@ -1,4 +1,4 @@
-"""Which lanes have something for a group: an ordered set a (queue, group), so that a pop looks at no other."""
+"""Which lanes have something for a group, in order, so that a pop looks at no other."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ IDLE_AFTER = 300.0
 class ReadySet:
     """Lanes of one queue that may have messages for one group, the longest waiting first.
 
-    `ready` guesses how many messages a lane has. `held` are lanes that cannot give any before a time (leased, or
-    waiting for a retry); until then their `news` are kept back. `asked` are lanes a claim is under way for: news
-    that come meanwhile must not be lost when its answer is "nothing".
+    `ready` guesses how many messages a lane has. `held` are lanes that cannot give any before a time (leased,
+    or waiting for a retry); until then their `news` are kept back. `asked` are lanes with a claim under way:
+    news that come meanwhile must not be lost when its answer is "nothing".
     """
 
     def __init__(self, queue_id: int, group_id: int) -> None:

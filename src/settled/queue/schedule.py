@@ -8,9 +8,9 @@ from uuid import UUID
 
 from settled.queue import dedup, segment
 from settled.queue.activity import wait_for
+from settled.queue.batch import Batch, Chunk, Gone
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest, Unavailable
-from settled.queue.push import Batch, Chunk, Gone
 from settled.queue.types import PushResult
 
 if TYPE_CHECKING:

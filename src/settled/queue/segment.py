@@ -198,6 +198,11 @@ class Segment:
         self.size = len(body)
 
     @property
+    def plain(self) -> bool:
+        """Whether all messages are JSON without headers, appended at the same time."""
+        return self._headers is None and self._times is None
+
+    @property
     def end_seq(self) -> int:
         """The sequence number after the last message."""
         return self.first_seq + self.n
@@ -264,8 +269,7 @@ class Segment:
     def json_heads(self) -> list[bytes]:
         """Each message as an unclosed JSON object, without what depends on the reader; made once and kept."""
         if self._heads is None:
-            plain = self._headers is None and self._times is None
-            self._heads = self._plain_heads() if plain else [self._rich_head(i) for i in range(self.n)]
+            self._heads = self._plain_heads() if self.plain else [self._rich_head(i) for i in range(self.n)]
         return self._heads
 
     def _plain_heads(self) -> list[bytes]:

@@ -168,6 +168,13 @@ def routes(engine: Engine, m: Messages, sys: System, openapi: Endpoint) -> list[
         Route("GET", "/api/v1/status", sys.status, "Figures for a dashboard.", None, (_QUEUE, *_SPACE)),
         Route("GET", "/api/v1/status/queues", sys.queues, "All queues in figures."),
         Route("GET", "/api/v1/status/queues/{queue}", sys.queue, "One queue in figures."),
+        Route(
+            "GET", "/api/v1/status/queues/{queue}/messages", i.of_queue, "A queue's messages.", None, _PAGE
+        ),
+        Route(
+            "GET", "/api/v1/status/analytics", sys.status, "Figures for a dashboard.", None, (_QUEUE, *_SPACE)
+        ),
+        Route("GET", "/api/v1/status/buffers", sys.buffers, "Pushes held back: none, ever."),
         Route("GET", "/api/v1/analytics/system-metrics", sys.figures, "Processes in figures."),
         Route("GET", "/api/v1/analytics/worker-metrics", sys.figures, "Processes in figures."),
         Route("GET", "/health", sys.health, "Whether the server and its database work."),

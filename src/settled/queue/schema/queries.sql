@@ -332,3 +332,10 @@ insert into switch (name, enabled) values ($1, $2) on conflict (name) do update 
 -- name: subscription_move
 update subscription set mode = 'timestamp', starts_at = $3
  where group_id = $1 and ($2::bigint is null or queue_id = $2) returning queue_id
+
+-- name: migrations
+create table if not exists migration (
+    id int primary key,
+    name text not null,
+    at timestamptz not null default clock_timestamp()
+)
