@@ -37,7 +37,7 @@ class Metadata:
 class Delivery:
     """A message as a transport hands it out: raw, and open until somebody claims the right to settle it."""
 
-    __slots__ = ("attempt", "data", "headers", "id", "lane", "settled", "subject")
+    __slots__ = ("attempt", "data", "handled", "headers", "id", "lane", "settled", "subject")
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Delivery:
         self.attempt = attempt
         self.lane = lane
         self.settled = False
+        self.handled = False
 
     def metadata(self) -> Metadata:
         """The facts beside the payload; worked out only when asked for."""

@@ -16,7 +16,19 @@ def _memory(url: str, clock: Clock) -> Transport:
     return MemoryTransport(clock=clock)
 
 
-_SCHEMES: dict[str, Callable[[str, Clock], Transport]] = {"memory": _memory}
+def _nats(url: str, clock: Clock) -> Transport:
+    try:
+        from settled.transports.nats import NatsTransport
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "nats":
+            raise
+        raise ConfigurationError(
+            "app: NATS is an extra; install it with: pip install 'settled[nats]'"
+        ) from error
+    return NatsTransport(url)
+
+
+_SCHEMES: dict[str, Callable[[str, Clock], Transport]] = {"memory": _memory, "nats": _nats, "tls": _nats}
 
 
 def connect(url: str, clock: Clock) -> Transport:
