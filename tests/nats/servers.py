@@ -30,8 +30,9 @@ class Server:
         self.directory = Path(tempfile.mkdtemp(prefix="settled-nats-"))
         self.port = port or free_ports(1)[0]
         self._config = self.directory / "server.conf"
+        data = self.directory / "data"
         self._config.write_text(
-            f"listen: 127.0.0.1:{self.port}\njetstream {{ store_dir: '{self.directory / 'data'}' }}\n{config}\n"
+            f"listen: 127.0.0.1:{self.port}\njetstream {{ store_dir: '{data}' }}\n{config}\n"
         )
         self._process: subprocess.Popen[bytes] | None = None
 

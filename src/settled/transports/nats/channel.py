@@ -17,6 +17,10 @@ from settled.transports.nats.letters import Letter, Office
 from settled.transports.nats.sources import Consumer
 
 
+# A pump releases what it has buffered one by one, last first: this long after the last one they are sent.
+_RELEASE_AFTER = 0.02
+
+
 class Reader(Protocol):
     """What a channel needs of its transport."""
 
@@ -49,6 +53,8 @@ class NatsChannel:
         self._consumer = consumer
         self._feed: Feed | None = None
         self._held: Sequence[NatsDelivery] = ()
+        self._released: list[NatsDelivery] = []
+        self._releasing: asyncio.TimerHandle | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop() if consumer is not None else None
 
@@ -60,6 +66,8 @@ class NatsChannel:
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         # Whoever asks for more is done with all that he had, or has left it to the server.
         self._held = ()
+        if self._released:
+            await self._release()
         if self._consumer is None or self._feed is None:
             await self._start()
         consumer, feed = self._consumer, self._feed
@@ -107,9 +115,12 @@ class NatsChannel:
             return
         if consumer.deliver_subject and self._feed is not None:
             # What was pushed behind it must not come before it.
-            for behind in reversed(self._feed.give_back()):
-                await self._tell(behind, NAK)
-        await self._tell(mine, NAK)
+            self._released += self._feed.give_back()
+        self._released.append(mine)
+        if self._releasing is not None:
+            self._releasing.cancel()
+        loop = asyncio.get_running_loop()
+        self._releasing = loop.call_later(_RELEASE_AFTER, lambda: loop.create_task(self._release()))
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         mine, consumer = self._mine(delivery)
@@ -148,7 +159,16 @@ class NatsChannel:
             return
         await feed.close()
         # A message that came too late to be handed out must not wait for its timeout.
-        for delivery in reversed(feed.give_back()):
+        self._released += feed.give_back()
+        await self._release()
+
+    async def _release(self) -> None:
+        """Give back what was released, oldest first: the server hands out in the order of the naks."""
+        if self._releasing is not None:
+            self._releasing.cancel()
+            self._releasing = None
+        released, self._released = self._released, []
+        for delivery in sorted(released, key=_sequence):
             await self._quietly(self._tell(delivery, NAK))
 
     async def _exhaust(self, mine: NatsDelivery, consumer: Consumer, what: str) -> None:
@@ -180,3 +200,7 @@ class NatsChannel:
             await call
         except Exception as error:
             logger.warning("nats: %s: %s: %s", self._source.channel, type(error).__name__, error)
+
+
+def _sequence(delivery: NatsDelivery) -> int:
+    return delivery.sequence
