@@ -19,6 +19,7 @@ import nats
 from settled import App
 from settled.pump import Status
 from settled.transports.nats import Durable, NatsTransport
+from settled.transports.nats.connection import parse
 from tests.nats.servers import Server, server
 
 _numbers = itertools.count()
@@ -117,7 +118,7 @@ class Desk:
 async def desk_on(
     url: str, *, replicas: int = 1, retention: RetentionPolicy | None = None
 ) -> AsyncIterator[Desk]:
-    client = await nats.connect(url)
+    client = await nats.connect(parse(url, None)[0])
     try:
         stream = f"T{os.getpid()}-{next(_numbers)}"
         jetstream = client.jetstream()

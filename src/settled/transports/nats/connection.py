@@ -33,6 +33,10 @@ _PASSING = (
 )
 
 
+# How long one try waits: an answer can be lost with the server that owed it.
+_ONE_TRY = 2.0
+
+
 class PublishFailed(Exception):
     """No server acknowledged the message in time; it may or may not be stored."""
 
@@ -235,8 +239,7 @@ class Connection:
             left = deadline - loop.time()
             try:
                 await self.open()
-                # Shorter than the whole, since an answer can be lost with the server that owed it.
-                return await self.publish_once(subject, data, headers, max(0.05, min(left, timeout / 3)))
+                return await self.publish_once(subject, data, headers, max(0.05, min(left, _ONE_TRY)))
             except nats.js.errors.NoStreamResponseError as error:
                 if not await self._is_taken(subject):
                     raise ConfigurationError(
