@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -117,7 +118,10 @@ class App:
         read = Source(channel=channel, group=group, dead_letter=dead_letter, invalid=invalid, settings=source)
 
         def register(handler: H) -> H:
-            self.subscriptions.append(subscribe(handler, read, chosen))
+            # A handler defined inside a function may be annotated with a name that only lives there.
+            frame = inspect.currentframe()
+            names = frame.f_back.f_locals if frame is not None and frame.f_back is not None else {}
+            self.subscriptions.append(subscribe(handler, read, chosen, names))
             mark_subscribed(handler)
             return handler
 

@@ -51,48 +51,48 @@ class Crew:
     def name(self) -> str:
         return self.subscription.name
 
-    def start(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
-        for number in range(self.subscription.policy.performers):
+    def join(self, transport: Transport) -> None:
+        """Make the pumps: the broker knows of the group before any of them receives."""
+        source = self.subscription.source
+        for _ in range(self.subscription.policy.performers):
             if self.subscription.is_async:
-                self._start_task(transport, number)
+                channel = transport.async_channel(source)
+                self.pumps.append(Proactor(self.subscription, channel, self._clock, self.strikes))
             else:
-                self._start_thread(transport, loop, number)
+                blocking = transport.channel(source)
+                self.pumps.append(Reactor(self.subscription, blocking, self._clock, self.strikes))
         self._warn(self.pumps[0].channel.capabilities)
 
-    def _start_task(self, transport: Transport, number: int) -> None:
-        channel = transport.async_channel(self.subscription.source)
-        proactor = Proactor(self.subscription, channel, self._clock, self.strikes)
-        self.pumps.append(proactor)
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run the pumps."""
+        for number, pump in enumerate(self.pumps):
+            name = f"{self.name}#{number}"
+            if isinstance(pump, Proactor):
+                self.done.append(asyncio.create_task(self._perform_async(pump), name=name))
+            else:
+                done: asyncio.Future[None] = loop.create_future()
+                self.done.append(done)
+                # A daemon: a handler that never ends must not keep the process.
+                arguments = (pump, loop, done)
+                threading.Thread(target=self._perform, args=arguments, name=name, daemon=True).start()
 
-        async def perform() -> None:
-            try:
-                await proactor.run()
-            except (Exception, asyncio.CancelledError):
-                logger.debug("pump of %s ended", self.name, exc_info=True)
-            finally:
-                self._one_ended(proactor)
+    async def _perform_async(self, pump: Proactor) -> None:
+        try:
+            await pump.run()
+        except (Exception, asyncio.CancelledError):
+            logger.debug("pump of %s ended", self.name, exc_info=True)
+        finally:
+            self._one_ended(pump)
 
-        self.done.append(asyncio.create_task(perform(), name=f"{self.name}#{number}"))
-
-    def _start_thread(self, transport: Transport, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        channel = transport.channel(self.subscription.source)
-        reactor = Reactor(self.subscription, channel, self._clock, self.strikes)
-        done: asyncio.Future[None] = loop.create_future()
-        self.pumps.append(reactor)
-        self.done.append(done)
-
-        def perform() -> None:
-            try:
-                reactor.run()
-            except BaseException:
-                logger.debug("pump of %s ended", self.name, exc_info=True)
-            finally:
-                self._one_ended(reactor)
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(_set, done)
-
-        # A daemon: a handler that never ends must not keep the process.
-        threading.Thread(target=perform, name=f"{self.name}#{number}", daemon=True).start()
+    def _perform(self, pump: Reactor, loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:
+        try:
+            pump.run()
+        except BaseException:
+            logger.debug("pump of %s ended", self.name, exc_info=True)
+        finally:
+            self._one_ended(pump)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_set, done)
 
     def _one_ended(self, pump: Reactor | Proactor) -> None:
         if pump.status in (Status.LIMIT_EXCEEDED, Status.ERROR):
@@ -160,7 +160,9 @@ class Runner:
                 for crew in self.crews:
                     await self._transport.prepare(crew.subscription.source)
             for crew in self.crews:
-                crew.start(self._transport, self._loop)
+                crew.join(self._transport)
+            for crew in self.crews:
+                crew.start(self._loop)
             ended = asyncio.create_task(_all(done for crew in self.crews for done in crew.done))
             stopped = asyncio.create_task(_when(stop))
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,15 +34,19 @@ class Subscription:
         return self.handler(message if self.policy.explicit else message.payload)
 
 
-def subscribe(handler: Handler, source: Source, policy: Policy) -> Subscription:
+def subscribe(
+    handler: Handler, source: Source, policy: Policy, names: Mapping[str, Any] | None = None
+) -> Subscription:
     """Read the handler's signature; ConfigurationError, with the fix, if it cannot work.
+
+    `names` are those in sight where the handler is defined, for annotations that are still text.
 
     >>> def handle(order: dict) -> None: ...
     >>> subscribe(handle, Source(channel="orders"), Policy()).policy.explicit
     False
     """
     name = getattr(handler, "__qualname__", None) or type(handler).__qualname__
-    annotation = _annotation(handler, name)
+    annotation = _annotation(handler, name, names or {})
     explicit, type_ = _mode(annotation, name)
     try:
         decode = codec.decoder(type_)
@@ -69,7 +73,7 @@ def is_async(handler: Handler) -> bool:
     )
 
 
-def _annotation(handler: Handler, name: str) -> Any:
+def _annotation(handler: Handler, name: str, names: Mapping[str, Any]) -> Any:
     if not callable(handler):
         raise ConfigurationError(f"handler {handler!r}: not a function; decorate a function or an async one")
     function = (
@@ -97,40 +101,26 @@ def _annotation(handler: Handler, name: str) -> Any:
             f"handler {name}: parameter {first.name!r} has no annotation; write {first.name}: Order "
             f"to be given the payload, or {first.name}: Message[Order] to settle it yourself"
         )
-    return _resolved(handler, function, first, name)
+    return _resolved(function, first, name, names)
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _resolved(handler: Handler, function: Any, parameter: inspect.Parameter, name: str) -> Any:
+def _resolved(function: Any, parameter: inspect.Parameter, name: str, names: Mapping[str, Any]) -> Any:
     if not isinstance(parameter.annotation, str):
         return parameter.annotation
     while isinstance(function, partial):
         function = function.func
-    function = inspect.unwrap(function)
     try:
-        hints = typing.get_type_hints(function, localns=_closure(function))
+        hints = typing.get_type_hints(inspect.unwrap(function), localns=dict(names))
     except NameError as error:
         raise ConfigurationError(
             f"handler {name}: the annotation {parameter.annotation!r} cannot be resolved ({error}); "
             "import the type where the handler's module can see it, outside TYPE_CHECKING"
         ) from error
     return hints[parameter.name]
-
-
-def _closure(function: Any) -> dict[str, Any]:
-    """Names of an enclosing function that the handler closes over, for handlers defined inside one."""
-    cells = getattr(function, "__closure__", None) or ()
-    names = function.__code__.co_freevars if hasattr(function, "__code__") else ()
-    found = {}
-    for name, cell in zip(names, cells, strict=False):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:
-            continue
-    return found
 
 
 def _mode(annotation: Any, name: str) -> tuple[bool, Any]:

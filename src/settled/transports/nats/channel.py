@@ -16,7 +16,6 @@ from settled.transports.nats.feeds import NAK, ConsumerGone, Feed
 from settled.transports.nats.letters import Letter, Office
 from settled.transports.nats.sources import Consumer
 
-
 # A pump releases what it has buffered one by one, last first: this long after the last one they are sent.
 _RELEASE_AFTER = 0.02
 

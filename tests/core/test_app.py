@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from settled import App, ConfigurationError, DontAck, Message, Reject, Status, dont_ack_on_error
+from settled.observe.logging import JsonFormatter
+from settled.transports.base import Capabilities, NackMeans, Source
+from settled.transports.memory import MemoryTransport
+from tests.conftest import Order
+
+
+@pytest.fixture
+def transport() -> MemoryTransport:
+    return MemoryTransport()
+
+
+@pytest.fixture
+def app(transport: MemoryTransport) -> App:
+    return App(transport=transport)
+
+
+async def serve(app: App, until: Callable[[], bool]) -> Any:
+    """Run the app until something holds."""
+    stop = asyncio.Event()
+    running = asyncio.create_task(app.serve(stop))
+    async with asyncio.timeout(20):
+        while not until() and not running.done():
+            await asyncio.sleep(0.005)
+        stop.set()
+        return await running
+
+
+def test_sync_and_async_handlers_run_side_by_side(app: App) -> None:
+    seen: list[tuple[str, int]] = []
+    threads: set[str] = set()
+
+    @app.subscriber("orders", group="sync")
+    def handle(order: Order) -> None:
+        seen.append(("sync", order.id))
+        threads.add(threading.current_thread().name)
+
+    @app.subscriber("orders", group="async")
+    async def handle_async(order: Order) -> None:
+        seen.append(("async", order.id))
+
+    app.publish("orders", Order(1))
+    status = asyncio.run(serve(app, lambda: len(seen) == 2))
+    assert sorted(seen) == [("async", 1), ("sync", 1)]
+    assert threads != {"MainThread"}
+    assert status.counts.acked == 2
+    assert [s.status for s in status.subscriptions] == [Status.STOPPED] * 2
+    assert status.healthy
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_performers_work_in_parallel(app: App, kind: str) -> None:
+    together = threading.Barrier(4)
+    running = 0
+    most = 0
+
+    def handle(number: int) -> None:
+        together.wait(10)
+
+    async def handle_async(number: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        while most < 4:
+            await asyncio.sleep(0.001)
+
+    app.subscriber("numbers", performers=4)(handle if kind == "sync" else handle_async)
+    for number in range(4):
+        app.publish("numbers", number)
+    status = asyncio.run(serve(app, lambda: app.status().counts.acked == 4))
+    assert status.counts.acked == 4
+    assert status.subscriptions[0].performers == 4
+
+
+def test_status_tells_the_state_while_it_runs_and_why_it_stopped(app: App) -> None:
+    @app.subscriber("orders", unacceptable_limit=2, dont_ack_delay=0)
+    async def bad(order: Order) -> None:
+        raise Reject("no such customer")
+
+    @app.subscriber("payments")
+    async def good(order: Order) -> None: ...
+
+    assert [s.status for s in app.status().subscriptions] == [Status.CREATED] * 2
+    assert not app.status().running
+    for number in range(3):
+        app.publish("orders", Order(number))
+
+    def limit_reached() -> bool:
+        return app.status().subscriptions[0].status is Status.LIMIT_EXCEEDED
+
+    seen: list[Any] = []
+
+    def until() -> bool:
+        if limit_reached():
+            seen.append(app.status())
+        return bool(seen)
+
+    asyncio.run(serve(app, until))
+    bad_status, good_status = seen[0].subscriptions
+    assert bad_status.why == "2 unacceptable messages; the last one: no such customer"
+    assert (bad_status.running, bad_status.strikes, bad_status.counts.rejected) == (0, 2, 2)
+    assert (good_status.status, good_status.running) == (Status.STARTED, 1)
+    assert seen[0].running
+    assert not seen[0].healthy
+
+
+def test_the_limit_is_the_subscriptions_not_a_performers(app: App) -> None:
+    @app.subscriber("orders", unacceptable_limit=3, performers=3)
+    def bad(order: Order) -> None:
+        raise Reject("no")
+
+    for number in range(50):
+        app.publish("orders", Order(number))
+    status = asyncio.run(serve(app, lambda: False))
+    assert 3 <= status.counts.rejected <= 5
+    assert status.subscriptions[0].status is Status.LIMIT_EXCEEDED
+
+
+def test_an_app_ends_by_itself_when_every_pump_has(app: App) -> None:
+    @app.subscriber("orders")
+    def broken(order: Order) -> None:
+        raise ConfigurationError("no database")
+
+    app.publish("orders", Order(1))
+    status = asyncio.run(serve(app, lambda: False))
+    assert (status.subscriptions[0].status, status.subscriptions[0].why) == (
+        Status.ERROR,
+        "ConfigurationError: no database",
+    )
+    assert status.counts.nacked == 1
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_stop_lets_the_message_in_hand_finish(app: App, transport: MemoryTransport, kind: str) -> None:
+    entered = threading.Event()
+
+    def handle(order: Order) -> None:
+        entered.set()
+        time.sleep(0.2)
+
+    async def handle_async(order: Order) -> None:
+        entered.set()
+        await asyncio.sleep(0.2)
+
+    app.subscriber("orders", buffer=5)(handle if kind == "sync" else handle_async)
+    for number in range(5):
+        app.publish("orders", Order(number))
+    status = asyncio.run(serve(app, entered.is_set))
+    assert (status.counts.acked, status.counts.nacked) == (1, 4)
+    assert transport.depth("orders") == 4
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_handler_that_outlives_the_grace_has_its_message_released(
+    app: App, transport: MemoryTransport, kind: str, log: pytest.LogCaptureFixture
+) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def handle(order: Order) -> None:
+        entered.set()
+        leave.wait(20)
+
+    async def handle_async(order: Order) -> None:
+        entered.set()
+        await asyncio.sleep(3600)
+
+    app.subscriber("orders", shutdown_grace=0.1)(handle if kind == "sync" else handle_async)
+    app.publish("orders", Order(1))
+    asyncio.run(serve(app, entered.is_set))
+    assert len(transport.immediate(Source(channel="orders")).take(1)) == 1
+    assert "a handler goes on after the stop; releasing its message" in log.text
+    leave.set()
+
+
+def test_stop_may_be_called_from_a_handler(app: App) -> None:
+    @app.subscriber("orders")
+    def handle(order: Order) -> None:
+        app.stop()
+
+    app.publish("orders", Order(1))
+    assert app.run().counts.acked == 1
+
+
+def test_a_cancelled_serve_drains_and_releases(app: App, transport: MemoryTransport) -> None:
+    entered = asyncio.Event()
+
+    @app.subscriber("orders", shutdown_grace=0.05)
+    async def handle(order: Order) -> None:
+        entered.set()
+        await asyncio.sleep(3600)
+
+    async def main() -> None:
+        running = asyncio.create_task(app.serve())
+        await entered.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    app.publish("orders", Order(1))
+    asyncio.run(main())
+    assert len(transport.immediate(Source(channel="orders")).take(1)) == 1
+    assert not app.status().running
+
+
+def test_an_app_without_subscribers_or_that_runs_already_is_refused(app: App) -> None:
+    with pytest.raises(ConfigurationError, match="it has no subscriber"):
+        app.run()
+
+    @app.subscriber("orders")
+    async def handle(order: Order) -> None: ...
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.serve(stop))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RuntimeError, match="running already"):
+            await app.serve()
+        stop.set()
+        await running
+
+    asyncio.run(main())
+
+
+def test_an_unknown_scheme_names_those_there_are() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"no transport for 'carrier-pigeon://roof'; use one of .*memory://"
+    ):
+        App("carrier-pigeon://roof")
+
+
+def test_publish_returns_what_became_of_it_in_sync_and_async_code(app: App) -> None:
+    published = app.publish("orders", Order(1), id="a").result()
+    assert (published.id, published.duplicate) == ("a", False)
+
+    async def main() -> None:
+        assert (await app.publish("orders", Order(1), id="a")).duplicate
+
+    asyncio.run(main())
+    with pytest.raises(ValueError, match="publish: delay must be 0 or more seconds, got -1"):
+        app.publish("orders", Order(1), delay=-1)
+
+
+class CannotGiveBack(MemoryTransport):
+    """A broker that cannot give a message back, as far as an app can tell."""
+
+    def async_channel(self, source: Source) -> Any:
+        channel = super().async_channel(source)
+        channel.capabilities = Capabilities(nack=NackMeans.NONE, wakes=True)
+        return channel
+
+
+def test_an_app_that_blocks_on_a_transport_that_cannot_is_told_at_start_up(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    app = App(transport=CannotGiveBack())
+
+    @app.subscriber("a", on_error="dont_ack")
+    async def by_policy(order: Order) -> None: ...
+
+    @app.subscriber("b")
+    @dont_ack_on_error
+    async def by_decorator(order: Order) -> None: ...
+
+    @app.subscriber("c")
+    async def neither(order: Order) -> None: ...
+
+    asyncio.run(serve(app, lambda: app.status().running))
+    warnings = [r.getMessage() for r in log.records if r.levelname == "WARNING"]
+    assert [w.split(":")[0] for w in warnings] == ["a", "b"]
+    assert all("cannot give a message back" in w for w in warnings)
+
+
+# Logging.
+
+
+def test_every_settlement_that_is_not_an_ack_is_one_line(app: App, log: pytest.LogCaptureFixture) -> None:
+    from settled.testing import Rehearsal
+
+    @app.subscriber("orders")
+    def handle(message: Message[Order]) -> None:
+        if message.payload.id == 1:
+            message.ack()
+        elif message.attempt == 1:
+            raise Reject("no such customer")
+
+    rehearsal = Rehearsal(app)
+    rehearsal.publish("orders", Order(1), id="good")
+    rehearsal.publish("orders", Order(2), id="bad")
+    rehearsal.run_until_idle()
+    (record,) = log.records
+    assert record.getMessage() == (
+        "rejected message_id=bad channel=orders attempt=1 signal=Reject cause='no such customer'"
+    )
+
+
+def test_a_plain_error_is_logged_with_its_traceback(app: App, log: pytest.LogCaptureFixture) -> None:
+    from settled.testing import Rehearsal
+
+    @app.subscriber("orders", on_error="ack")
+    def handle(order: Order) -> None:
+        raise ValueError("boom")
+
+    rehearsal = Rehearsal(app)
+    rehearsal.publish("orders", Order(1), id="m")
+    rehearsal.run_until_idle()
+    (record,) = log.records
+    assert (record.levelname, record.exc_info is not None) == ("ERROR", True)
+    assert "acknowledged message_id=m" in record.getMessage()
+
+
+def test_a_line_may_be_json() -> None:
+    import json
+
+    record = logging.LogRecord("settled", logging.WARNING, "", 0, "rejected %s", ("m",), None)
+    record.settled = {"event": "rejected", "message_id": "m"}
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["level"], line["message"], line["message_id"]) == ("warning", "rejected m", "m")
+    try:
+        raise DontAck("x")
+    except DontAck:
+        import sys
+
+        record.exc_info = sys.exc_info()
+    assert "DontAck: x" in json.loads(JsonFormatter().format(record))["traceback"]

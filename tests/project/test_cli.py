@@ -1,0 +1,172 @@
+"""The command line, as a user runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import settled
+
+APP = """
+from settled import App
+
+app = App()
+not_an_app = 3
+
+@app.subscriber("orders", buffer=10)
+def handle(order: int) -> None:
+    import time
+    print("handling", order, flush=True)
+    time.sleep(0.3)
+
+for number in range(20):
+    app.publish("orders", number)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "shop.py").write_text(APP)
+    (tmp_path / "broken.py").write_text("\n\nraise RuntimeError('no\\n database')\n")
+    (tmp_path / "needs.py").write_text("import there_is_no_such_thing\n")
+    (tmp_path / "empty.py").write_text("from settled import App\napp = App()\n")
+    (tmp_path / "wrong.py").write_text(
+        "from settled import App\napp = App()\n@app.subscriber('orders')\ndef handle(order): ...\n"
+    )
+    limited = APP.replace("buffer=10", "unacceptable_limit=1").replace(
+        "print", "raise ValueError('boom'); print"
+    )
+    (tmp_path / "limited.py").write_text(limited)
+    return tmp_path
+
+
+def run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "settled", *arguments],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "80"},
+        check=False,
+    )
+
+
+@pytest.fixture
+def start(project: Path) -> Iterator[object]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def go(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "settled", *arguments],
+            cwd=project,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield go
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} did not come; {process.stderr.read() if process.stderr else ''}")
+
+
+def test_version(project: Path) -> None:
+    assert run(project, "--version").stdout == f"settled {settled.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("shop", "'shop' does not name an app; write module:app"),
+        ("nowhere:app", "no module 'nowhere' in"),
+        ("shop.nowhere:app", "no module 'shop.nowhere'"),
+        ("shop:ap", "shop has no 'ap'; did you mean shop:app?"),
+        ("shop:not_an_app", "shop:not_an_app is a int, not a settled.App"),
+        ("broken:app", "broken cannot be imported: RuntimeError: no database (broken.py:3)"),
+        ("needs:app", "needs needs 'there_is_no_such_thing', which is not installed"),
+        ("empty:app", "app: it has no subscriber; decorate a function with @app.subscriber"),
+        ("wrong:app", "parameter 'order' has no annotation"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(project: Path, target: str, text: str) -> None:
+    result = run(project, "run", target)
+    assert result.returncode == 2
+    assert text in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+def test_a_bad_option_is_refused(project: Path) -> None:
+    assert run(project, "run", "shop:app", "--performers", "0").returncode == 2
+    assert "--log-level must be" in run(project, "run", "shop:app", "--log-level", "loud").stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_settles_what_is_in_hand_and_exits_0(start, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
+    process = start("run", "shop:app")
+    read_until(process, "handling 0")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    assert "acked=1 requeued=0 released=9" in errors
+    assert "stopped (told to stop)" in errors
+
+
+def test_performers_override_the_apps(start) -> None:  # type: ignore[no-untyped-def]
+    process = start("run", "shop:app", "--performers", "2", "--log-json")
+    read_until(process, "handling")
+    process.terminate()
+    _, errors = process.communicate(timeout=20)
+    assert "orders:handle x 2" in errors
+
+
+def test_an_app_whose_pumps_all_stopped_exits_1_and_says_why(project: Path) -> None:
+    result = run(project, "run", "limited:app")
+    assert result.returncode == 1
+    assert "limit exceeded (1 unacceptable messages; the last one: ValueError: boom)" in result.stderr
+
+
+def test_reload_starts_anew_when_a_file_changes(start, project: Path) -> None:  # type: ignore[no-untyped-def]
+    process = start("run", "shop:app", "--reload")
+    read_until(process, "handling")
+    time.sleep(0.5)
+    (project / "shop.py").write_text(APP.replace('"handling"', '"now handling"'))
+    read_until(process, "now handling")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_the_bare_install_says_how_to_get_the_command_line(project: Path) -> None:
+    hidden = "import sys; sys.modules['typer'] = None; sys.argv = ['settled', 'run', 'x:y']; "
+    result = subprocess.run(
+        [sys.executable, "-c", hidden + "from settled.__main__ import main; main()"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.strip().endswith("pip install 'settled[cli]'")

@@ -1,0 +1,75 @@
+"""What the docs say is so: every Python block runs, every doctest holds, every numbered test exists."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import settled
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M), 1):
+            found.append((f"{page.name}-{number}", code))
+    return found
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in blocks()])
+def test_a_block_of_the_docs_runs(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(code)
+    result = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def modules() -> list[str]:
+    return [
+        module.name
+        for module in pkgutil.walk_packages(settled.__path__, "settled.")
+        if not module.name.endswith("__main__")
+    ]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_the_examples_in_docstrings_hold(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+def test_links_in_the_docs_lead_somewhere() -> None:
+    for page in [*PAGES, *(ROOT / "docs" / "adr").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_constraints_hold_names_and_versions_only() -> None:
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line), line
+
+
+def test_the_public_names_are_few_and_all_there() -> None:
+    assert len(settled.__all__) <= 22
+    assert all(hasattr(settled, name) for name in settled.__all__)
+
+
+@pytest.mark.parametrize(
+    "number", [*(f"fr_{n}" for n in range(1, 13)), *(f"ac_{n}" for n in [*range(1, 13), 17])]
+)
+def test_every_requirement_of_the_pump_has_a_test_that_carries_its_number(number: str) -> None:
+    text = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert re.search(rf"def test_\w*{number}_", text)

@@ -1,0 +1,213 @@
+"""What every transport must do, whatever broker is behind it.
+
+A transport's test module makes a class of its own from `Conformance` and gives it a `broker` fixture:
+a `Broker` that knows how to publish to, and how to open channels on, a fresh and empty queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pytest
+
+from settled.message import Delivery
+from settled.settlement import Reason, Reject
+from settled.transports.base import AsyncChannel, Channel, NackMeans, Outgoing, Published
+
+
+class Broker(Protocol):
+    """A real broker with an empty queue called `queue`."""
+
+    queue: str
+    ordered_lanes: bool
+    counts_attempts: bool
+
+    def publish(self, message: Outgoing) -> Published: ...
+
+    def channel(self) -> Channel:
+        """A blocking channel on the queue."""
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass on the broker's clock."""
+
+    def lease(self) -> float:
+        """How long a delivery is a consumer's own."""
+
+    def dead_letters(self) -> list[tuple[bytes, str]]:
+        """Body and error of what was rejected."""
+
+    def run_async(self, use: Callable[[AsyncChannel], Any]) -> None:
+        """Call `use` with an awaitable channel on the queue, in a loop."""
+
+
+@dataclass
+class Queue:
+    broker: Broker
+    channel: Channel
+
+    def publish(self, *bodies: bytes, lane: str | None = None) -> None:
+        for body in bodies:
+            self.broker.publish(Outgoing(subject=self.broker.queue, data=body, lane=lane))
+
+    def receive(self, limit: int = 1, timeout: float = 5.0) -> Sequence[Delivery]:
+        return self.channel.receive(limit, timeout)
+
+    def one(self) -> Delivery:
+        (delivery,) = self.receive()
+        return delivery
+
+    def empty(self) -> bool:
+        return not self.receive(timeout=0.2)
+
+
+class Conformance:
+    """The suite."""
+
+    @pytest.fixture
+    def queue(self, broker: Broker) -> Queue:
+        return Queue(broker, broker.channel())
+
+    def test_what_is_published_is_received_whole(self, queue: Queue) -> None:
+        body = bytes(range(256))
+        queue.broker.publish(
+            Outgoing(subject=queue.broker.queue, data=body, headers={"tenant": "acme"}, id="m-1")
+        )
+        delivery = queue.one()
+        assert delivery.data == body
+        assert delivery.headers["tenant"] == "acme"
+        assert delivery.subject == queue.broker.queue
+        assert delivery.id == "m-1"
+        assert delivery.attempt == 1
+        assert delivery.metadata().redelivery_count == 0
+        queue.channel.ack(delivery)
+
+    def test_an_empty_queue_gives_nothing(self, queue: Queue) -> None:
+        assert queue.empty()
+
+    def test_an_acked_message_does_not_come_again(self, queue: Queue) -> None:
+        queue.publish(b"1")
+        queue.channel.ack(queue.one())
+        queue.broker.wait(queue.broker.lease() + 1)
+        assert queue.empty()
+
+    def test_a_limit_is_a_limit(self, queue: Queue) -> None:
+        queue.publish(*[b"%d" % n for n in range(5)])
+        received: list[Delivery] = []
+        while len(received) < 5:
+            batch = queue.receive(limit=2)
+            assert 1 <= len(batch) <= 2
+            received += batch
+        assert [d.data for d in received] == [b"%d" % n for n in range(5)]
+        for delivery in received:
+            queue.channel.ack(delivery)
+
+    def test_a_nacked_message_is_there_at_once(self, queue: Queue) -> None:
+        if queue.channel.capabilities.nack is not NackMeans.RELEASE:
+            return
+        queue.publish(b"1", b"2")
+        queue.channel.nack(queue.one())
+        again = queue.one()
+        assert again.data in (b"1", b"2")
+        assert again.attempt == 1 or not queue.broker.counts_attempts
+        queue.channel.ack(again)
+        queue.channel.ack(queue.one())
+        assert queue.empty()
+
+    def test_a_requeued_message_comes_after_its_delay_and_counts(self, queue: Queue) -> None:
+        queue.publish(b"1")
+        queue.channel.requeue(queue.one(), 2.0)
+        assert queue.empty()
+        queue.broker.wait(2.0)
+        again = queue.one()
+        assert again.attempt == 2
+        queue.channel.ack(again)
+
+    def test_a_requeue_without_a_delay_waits_for_the_configured_backoff(self, queue: Queue) -> None:
+        queue.publish(b"1")
+        queue.channel.requeue(queue.one(), None)
+        assert queue.empty()
+        queue.broker.wait(1.5)
+        queue.channel.ack(queue.one())
+
+    def test_a_requeue_of_no_delay_is_immediate(self, queue: Queue) -> None:
+        queue.publish(b"1")
+        for attempt in (1, 2, 3):
+            delivery = queue.one()
+            assert delivery.attempt == attempt
+            queue.channel.requeue(delivery, 0)
+        queue.channel.ack(queue.one())
+
+    @pytest.mark.parametrize("reason", list(Reason))
+    def test_a_rejected_message_is_a_dead_letter_with_its_body_and_error(
+        self, queue: Queue, reason: Reason
+    ) -> None:
+        queue.publish(b"poison")
+        queue.channel.reject(queue.one(), Reject(reason, "no such customer"))
+        assert queue.empty()
+        assert queue.broker.dead_letters() == [(b"poison", "no such customer")]
+
+    def test_an_unsettled_message_comes_again_when_its_lease_is_over(self, queue: Queue) -> None:
+        queue.publish(b"1")
+        queue.one()
+        assert queue.empty()
+        queue.broker.wait(queue.broker.lease() + 1)
+        queue.channel.ack(queue.one())
+
+    def test_an_extended_lease_holds(self, queue: Queue) -> None:
+        queue.publish(b"1")
+        delivery = queue.one()
+        for _ in range(3):
+            queue.broker.wait(queue.broker.lease() * 0.6)
+            queue.channel.extend(delivery)
+        assert queue.empty()
+        queue.channel.ack(delivery)
+
+    def test_a_lane_is_in_order_and_waits_for_its_first_message(self, queue: Queue) -> None:
+        if not queue.broker.ordered_lanes:
+            return
+        queue.publish(b"1", b"2", b"3", lane="eu")
+        queue.channel.nack(queue.one())
+        assert queue.one().data == b"1"
+        assert queue.empty()
+
+    def test_the_async_face_does_the_same(self, broker: Broker) -> None:
+        for body in (b"ack", b"nack", b"requeue", b"reject"):
+            broker.publish(Outgoing(subject=broker.queue, data=body))
+
+        async def use(channel: AsyncChannel) -> None:
+            seen: list[bytes] = []
+            while len(seen) < 7:
+                for delivery in await channel.receive(1, 5.0):
+                    first = delivery.data not in seen
+                    seen.append(delivery.data)
+                    await channel.extend(delivery)
+                    match delivery.data:
+                        case b"nack" if first:
+                            await channel.nack(delivery)
+                        case b"requeue" if first:
+                            await channel.requeue(delivery, 0)
+                        case b"reject":
+                            await channel.reject(delivery, Reject(error="no"))
+                        case _:
+                            await channel.ack(delivery)
+                if {b"ack", b"nack", b"requeue", b"reject"} <= set(seen) and not await channel.receive(
+                    1, 0.2
+                ):
+                    break
+            assert sorted(set(seen)) == [b"ack", b"nack", b"reject", b"requeue"]
+            assert seen.count(b"requeue") == 2
+
+        broker.run_async(use)
+        assert broker.dead_letters() == [(b"reject", "no")]
+
+    def test_a_waiting_receive_is_woken(self, broker: Broker) -> None:
+        async def use(channel: AsyncChannel) -> None:
+            waiting = asyncio.create_task(channel.receive(1, 30.0))
+            await asyncio.sleep(0.05)
+            channel.wake()
+            assert not await asyncio.wait_for(waiting, 5)
+
+        broker.run_async(use)
