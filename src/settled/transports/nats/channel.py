@@ -188,7 +188,8 @@ class NatsChannel:
         while True:
             await asyncio.sleep(shortest / 6)
             now = asyncio.get_running_loop().time()
-            for delivery in self._held:
+            feed = self._feed
+            for delivery in (*self._held, *(feed.waiting() if feed is not None else ())):
                 if delivery.settled or delivery.handled:
                     continue
                 if now - delivery.extended >= consumer.patience(delivery.attempt) / 3:

@@ -37,6 +37,15 @@ _PASSING = (
 _ONE_TRY = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stream has it. A duplicate at a later try may be a duplicate of an earlier one of ours."""
+
+    sequence: int
+    duplicate: bool
+    tries: int
+
+
 class PublishFailed(Exception):
     """No server acknowledged the message in time; it may or may not be stored."""
 
@@ -227,19 +236,21 @@ class Connection:
 
     async def publish(
         self, subject: str, data: bytes, headers: Mapping[str, str], timeout: float | None = None
-    ) -> PubAck:
+    ) -> Stored:
         """The same, tried again within the timeout, also while a cluster elects a leader.
 
         The headers must have a `Nats-Msg-Id`, so that what was stored without us knowing is not stored twice.
         """
         timeout = self.timeout if timeout is None else timeout
         loop = asyncio.get_running_loop()
-        deadline, pause = loop.time() + timeout, 0.02
+        deadline, pause, tries = loop.time() + timeout, 0.02, 0
         while True:
+            tries += 1
             left = deadline - loop.time()
             try:
                 await self.open()
-                return await self.publish_once(subject, data, headers, max(0.05, min(left, _ONE_TRY)))
+                stored = await self.publish_once(subject, data, headers, max(0.05, min(left, _ONE_TRY)))
+                return Stored(stored.seq, bool(stored.duplicate), tries)
             except nats.js.errors.NoStreamResponseError as error:
                 if not await self._is_taken(subject):
                     raise ConfigurationError(

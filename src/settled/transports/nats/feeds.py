@@ -40,8 +40,11 @@ class Feed(Protocol):
     def wake(self) -> None:
         """End a take that waits; called on the loop."""
 
+    def waiting(self) -> list[NatsDelivery]:
+        """What has arrived and was not taken."""
+
     def give_back(self) -> list[NatsDelivery]:
-        """What has arrived and was not taken; it is the caller's to release."""
+        """The same, and it is the caller's to release."""
 
     async def close(self) -> None:
         """Stop it, and wait for what is on its way."""
@@ -178,6 +181,9 @@ class PullFeed:
         self._woken = True
         self._arrivals.ring()
 
+    def waiting(self) -> list[NatsDelivery]:
+        return list(self._arrivals.messages)
+
     def give_back(self) -> list[NatsDelivery]:
         return self._arrivals.take(len(self._arrivals.messages))
 
@@ -244,6 +250,9 @@ class PushFeed:
         self._woken += 1
         for waiter in self._waiters:
             waiter.ring()
+
+    def waiting(self) -> list[NatsDelivery]:
+        return list(self._messages)
 
     def give_back(self) -> list[NatsDelivery]:
         held = list(self._messages)

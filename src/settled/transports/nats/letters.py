@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -93,8 +93,14 @@ class Letter:
 class Office:
     """Writes the letters of one transport."""
 
-    def __init__(self, connection: Connection, settings: DeadLetters) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        settings: DeadLetters,
+        on_letter: Callable[[Letter], None] | None = None,
+    ) -> None:
         self.settings = settings
+        self._on_letter = on_letter
         self._connection = connection
         self._ready: set[str] = set()
 
@@ -180,4 +186,8 @@ class Office:
             if error.err_code == _WRONG_LAST_SEQUENCE:
                 return False
             raise
-        return not stored.duplicate
+        if stored.duplicate and stored.tries == 1:
+            return False
+        if self._on_letter is not None:
+            self._on_letter(letter)
+        return True

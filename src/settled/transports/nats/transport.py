@@ -31,7 +31,7 @@ from settled.transports.nats.channel import NatsChannel
 from settled.transports.nats.connection import Connection, Login, logger, parse
 from settled.transports.nats.delivery import MSG_ID
 from settled.transports.nats.feeds import Feed, PullFeed, PushFeed
-from settled.transports.nats.letters import DeadLetters, Office
+from settled.transports.nats.letters import DeadLetters, Letter, Office
 from settled.transports.nats.sources import Consumer, Durable, Ephemeral, Settings, overlap
 
 
@@ -50,11 +50,12 @@ class NatsTransport:
         name: str = "settled",
         timeout: float = 5.0,
         dead_letters: DeadLetters | None = None,
+        on_dead_letter: Callable[[Letter], None] | None = None,
         random: Callable[[], float] = random.random,
     ) -> None:
         servers, who = parse(url, login)
         self.connection = Connection(servers, who, name=name, timeout=timeout)
-        self.office = Office(self.connection, dead_letters or DeadLetters())
+        self.office = Office(self.connection, dead_letters or DeadLetters(), on_dead_letter)
         self.random = random
         self._consumers: list[tuple[Source, Consumer]] = []
         self._coroners: list[Coroner] = []
@@ -239,7 +240,7 @@ class NatsTransport:
             # The stream keeps the schedule under a subject of its own until it is due.
             subject = f"{subject}.schedule.{uuid.uuid4().hex}"
         stored = await self.connection.publish(subject, message.data, headers)
-        return Published(id=identity, duplicate=bool(stored.duplicate), sequence=stored.seq)
+        return Published(id=identity, duplicate=stored.duplicate, sequence=stored.sequence)
 
     async def _leave_thread(self) -> None:
         """Give up the connection of sync code that published before the app ran, or after."""
