@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from dataclasses import replace
@@ -17,6 +18,11 @@ from settled.observe import logging as observe_logging
 from settled.signals import ConfigurationError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+with contextlib.suppress(ModuleNotFoundError):
+    # An extra: pip install 'settled[router]'.
+    from settled.router.command import app as router
+
+    app.add_typer(router, name="router")
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
 

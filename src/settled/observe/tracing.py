@@ -23,7 +23,11 @@ def inject(headers: dict[str, str]) -> dict[str, str]:
 
 @contextmanager
 def span(
-    name: str, headers: Mapping[str, str] | None = None, *, kind: str = "consumer", **attributes: str | int
+    name: str,
+    headers: Mapping[str, str] | None = None,
+    *,
+    kind: str = "consumer",
+    attributes: Mapping[str, str] | None = None,
 ) -> Iterator[Any]:
     """A span round some work, in the trace the headers carry; None if OpenTelemetry is not installed."""
     if not _installed:
@@ -32,6 +36,6 @@ def span(
     parent = None if headers is None else propagate.extract({k.lower(): v for k, v in headers.items()})
     tracer = trace.get_tracer("settled")
     with tracer.start_as_current_span(
-        name, context=parent, kind=trace.SpanKind[kind.upper()], attributes=dict(attributes)
+        name, context=parent, kind=trace.SpanKind[kind.upper()], attributes=dict(attributes or {})
     ) as current:
         yield current
