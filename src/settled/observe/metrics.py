@@ -80,6 +80,11 @@ class Metrics:
         exemplar = {key: value for key, value in known.items() if value}
         child.inc(1, exemplar if exemplar and not self._id_labels else None)
 
+    def expect(self, name: str, **labels: str) -> None:
+        """Show a series as 0 before its first event: the rate of a series that is born at 1 is 0."""
+        if not (self._id_labels and METRICS[name].has_ids):
+            self._counters[name].labels(**labels)
+
     def value(self, name: str, **labels: str) -> float:
         """The sum over all series that have these labels; for tests and reports."""
         return sum(

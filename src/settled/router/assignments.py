@@ -49,6 +49,9 @@ class Fault:
     retriable: bool
 
 
+RETRIABLE = ("timeout", "no_responders", "server_error", "connection_failed")
+
+
 def classify(error: BaseException) -> Fault:
     """Which kind an error is, and whether another try may go better.
 

@@ -22,6 +22,11 @@ EXHAUSTED = "max deliveries exhausted: "
 """How the error of a dead letter begins whose message had its last delivery; the reason follows."""
 
 
+NOT_SETTLED = "not_settled_in_time"
+REASONS = ("tenant_not_allowed", "tenant_mismatch", "processing_error", NOT_SETTLED)
+"""Why a message can be given up, as metrics say it."""
+
+
 class _Consumer(Generic[C]):
     """One contract on one subject: decode, validate, drop a duplicate, check the tenant, handle, ack."""
 

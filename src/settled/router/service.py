@@ -13,9 +13,9 @@ from nats.js.api import AckPolicy, ConsumerConfig, KeyValueConfig, StreamConfig
 from settled.app import App, AppStatus
 from settled.message import Message
 from settled.observe.metrics import Metrics
-from settled.router.assignments import AssignmentPublisher
+from settled.router.assignments import RETRIABLE, AssignmentPublisher
 from settled.router.config import RouterConfig
-from settled.router.consumers import EXHAUSTED, AckConsumer, ResultConsumer
+from settled.router.consumers import EXHAUSTED, NOT_SETTLED, REASONS, AckConsumer, ResultConsumer
 from settled.router.contracts import ExecAssignmentAck, ExecResult, Violation, decode, ids
 from settled.router.memory import LocalMemory, Memory, SharedMemory
 from settled.settlement import Reason
@@ -63,6 +63,15 @@ class Router:
         self.results = ResultConsumer(config, self.metrics, memory, on_result)
         self.acks = AckConsumer(config, self.metrics, memory, on_ack)
         self._subscribe()
+        self._expect()
+
+    def _expect(self) -> None:
+        """Series whose first event is an alert already."""
+        for kind in RETRIABLE:
+            retries = str(self.config.caf_max_retries)
+            self.metrics.expect("router_retry_exhausted_total", error_kind=kind, retries=retries)
+        for reason in REASONS:
+            self.metrics.expect("router_jetstream_maxdeliver_exhausted_total", reason=reason)
 
     def _subscribe(self) -> None:
         config = self.config
@@ -152,7 +161,7 @@ class Router:
         if letter.reason is Reason.UNACCEPTABLE:
             self.metrics.count("router_dlq_total", reason="contract_violation")
             return
-        reason = "not_settled_in_time"
+        reason = NOT_SETTLED
         if letter.error.startswith(EXHAUSTED):
             reason = letter.error.removeprefix(EXHAUSTED).partition(";")[0]
         elif letter.attempts < self.config.nats_js_max_deliver:
