@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="Assignments out, acknowledgements 
 Config = Annotated[Path | None, typer.Option(help="A TOML file with the router's settings.")]
 Url = Annotated[str | None, typer.Option(help="The NATS server, e.g. nats://127.0.0.1:4222.")]
 
-_WATCHED = {
+WATCHED = {
     "published": "router_assignment_published_total",
     "retries": "router_assignment_retry_total",
     "given up": "router_retry_exhausted_total",
@@ -155,11 +155,11 @@ async def _publish(router: Router, rate: float, stop: asyncio.Event) -> None:
 
 async def watch(router: Router, stop: asyncio.Event) -> None:
     """A line a second: what each counter gained in it."""
-    typer.echo(" ".join(f"{label:>12}" for label in _WATCHED) + "   (a second)")
+    typer.echo(" ".join(f"{label:>13}" for label in WATCHED) + "   (a second)")
     before = router.metrics.snapshot()
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), 1)
         now = router.metrics.snapshot()
-        typer.echo(" ".join(f"{now[name] - before[name]:12.0f}" for name in _WATCHED.values()))
+        typer.echo(" ".join(f"{now[name] - before[name]:13.0f}" for name in WATCHED.values()))
         before = now
