@@ -108,6 +108,25 @@ def test_a_delayed_message_comes_when_it_is_due(nats_server: Server, on_desk: On
     on_desk(test)
 
 
+def test_an_app_publishes_from_one_loop_after_another(nats_server: Server, on_desk: OnDesk) -> None:
+    async def test(desk: Desk) -> None:
+        app = App(desk.url)
+
+        async def publish(number: int) -> None:
+            await app.publish(desk.subject(), number)
+            if number == 2:
+                await app.transport.close()
+            else:
+                # As a script does that ends its loop without a word.
+                await app.transport.connection.sending.close()
+
+        for number in (1, 2):
+            await asyncio.to_thread(asyncio.run, publish(number))
+        assert await desk.kept() == 2
+
+    on_desk(test)
+
+
 def test_a_server_that_is_not_there_is_named_with_the_reason() -> None:
     async def main() -> None:
         transport = NatsTransport("nats://ann:secret@127.0.0.1:1")

@@ -21,7 +21,7 @@ class NatsBlockingChannel(BlockingChannel):
         self._sending = False
 
     def ack(self, delivery: Delivery) -> None:
-        if self._channel.confirms:
+        if self._channel.confirms or not self._channel.is_open:
             super().ack(delivery)
             return
         self._acks.append(delivery)

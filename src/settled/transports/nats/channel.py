@@ -58,6 +58,11 @@ class NatsChannel:
         self._loop = asyncio.get_running_loop() if consumer is not None else None
 
     @property
+    def is_open(self) -> bool:
+        """Whether what is told the server can reach it, now or after a reconnect."""
+        return not self._connection.sending.is_closed
+
+    @property
     def confirms(self) -> bool:
         """Whether an ack waits for the server, or may fail for lack of a consumer."""
         return self._consumer is None or self._consumer.settings.confirm

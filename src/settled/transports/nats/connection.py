@@ -126,6 +126,11 @@ class Connection:
         self._last_error: BaseException | None = None
 
     @property
+    def home(self) -> asyncio.AbstractEventLoop | None:
+        """The loop it lives on, if that has not ended."""
+        return None if self.loop is None or self.loop.is_closed() else self.loop
+
+    @property
     def where(self) -> str:
         """The servers, without passwords."""
         return ", ".join(server.rpartition("@")[2].rpartition("/")[2] for server in self.servers)
@@ -166,8 +171,10 @@ class Connection:
 
     async def open(self) -> Client:
         """Connect if need be; ConnectionError, with the reason, if no server can be reached."""
-        if self._opening is None:
-            self._opening, self.loop = asyncio.Lock(), asyncio.get_running_loop()
+        here = asyncio.get_running_loop()
+        if self._opening is None or self.home is None:
+            # The first time; or the loop it was opened on has ended, and the client with it.
+            self._client, self._opening, self.loop = None, asyncio.Lock(), here
         async with self._opening:
             if self._client is None or self._client.is_closed:
                 self._client = await self._connect()

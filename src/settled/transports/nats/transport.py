@@ -83,7 +83,7 @@ class NatsTransport:
         await self.consumer(source)
 
     def channel(self, source: Source) -> Channel:
-        loop = self.connection.loop
+        loop = self.connection.home
         if loop is None:
             raise RuntimeError("nats: the transport is not open; await open() first")
         return NatsBlockingChannel(self.async_channel(source), loop)
@@ -215,13 +215,13 @@ class NatsTransport:
                 f"publish to {message.subject!r}: NATS has no lanes; for order, read with max_ack_pending=1"
             )
         message = replace(message, headers=headers)
-        here, home = _running_loop(), self.connection.loop
+        here, home = _running_loop(), self.connection.home
         if here is not None:
             if home is None or home is here:
                 return Publication.when_awaited(self._publish(message))
             call = asyncio.run_coroutine_threadsafe(self._publish(message), home)
             return Publication.when_awaited(asyncio.wrap_future(call))
-        if home is None or home.is_closed():
+        if home is None:
             with self._starting:
                 if self._thread is None:
                     self._thread = _LoopThread()
