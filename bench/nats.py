@@ -185,13 +185,13 @@ async def main(messages: int, rounds: int, batch: int) -> None:
                 await _check(client, name, messages)
                 await client.jetstream().delete_consumer("ORDERS", name)
         await client.close()
-    base, peer = (statistics.median(rates[name]) for name in ("raw nats-py", "FastStream"))
+    base, other = (statistics.median(rates[name]) for name in ("raw nats-py", "FastStream"))
     print(f"{messages} messages, batches of {batch}, {rounds} rounds, median (lowest - highest)")
     for label, found in rates.items():
         rate = statistics.median(found)
         print(
             f"{label:16} {rate:9,.0f} msg/s  ({min(found):,.0f} - {max(found):,.0f})  "
-            f"{rate / base:5.2f} x raw  {rate / peer:5.2f} x FastStream"
+            f"{rate / base:5.2f} x raw  {rate / other:5.2f} x FastStream"
         )
 
 

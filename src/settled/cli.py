@@ -65,7 +65,7 @@ def run(
         for subscription in found.subscriptions:
             _err.print(f"settled: {subscription.name} x {subscription.policy.performers}")
         status = found.run()
-    except (CannotLoad, ConfigurationError) as error:
+    except (CannotLoad, ConfigurationError, ConnectionError) as error:
         _fail(str(error))
     _summary(status)
     if not status.healthy:

@@ -276,6 +276,26 @@ def test_a_handler_that_fails_for_a_while_gets_its_result_again(one: Server) -> 
     run(test())
 
 
+def test_work_that_takes_longer_than_the_broker_waits_is_done_once(one: Server) -> None:
+    async def test() -> None:
+        settings, calls = config(one.url), []
+
+        async def slow(result: object) -> None:
+            calls.append(result)
+            await asyncio.sleep(1.2)
+
+        async with router_on(settings, on_result=slow) as router:
+            for number in range(2):
+                body = msgspec.json.encode(result_for(msg_id=str(number)))
+                await router.transport.connection.publish_once(settings.result_subject, body, {}, 5)
+            await until(lambda: router.metrics.value("router_results_total") == 2)
+            await until(lambda: is_settled(router))
+            assert len(calls) == 2
+            assert router.metrics.value("router_results_duplicate_total") == 0
+
+    run(test())
+
+
 def test_routers_share_the_work_and_count_an_exhaustion_once_between_them(one: Server) -> None:
     async def test() -> None:
         settings, seen = config(one.url), [Seen(failing=1000), Seen(failing=1000)]

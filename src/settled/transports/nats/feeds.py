@@ -17,8 +17,9 @@ from settled.transports.nats.sources import Consumer
 
 NAK = b"-NAK"
 _ACK_PREFIX = "$JS.ACK."
-# A lost request is not answered, so none is left open for longer than this.
-_LONGEST_PULL = 5.0
+# A request stays open over several takes, so that an idle app asks seldom; a lost one is never answered, so
+# not for long.
+_OPEN_FOR = 2.0
 _GRACE = 0.25
 _DRAIN_TIMEOUT = 2.0
 
@@ -113,11 +114,10 @@ class PullFeed:
         loop = asyncio.get_running_loop()
         await self._subscribe()
         self._woken = False
-        patience = min(timeout, _LONGEST_PULL)
         if not self._missing or loop.time() > self._expires:
-            await self._ask(limit, patience)
+            await self._ask(limit, _OPEN_FOR if timeout > 0 else 0)
         # All of a batch, which the server sends in one go, is there when its end is announced.
-        until = loop.time() + patience + _GRACE
+        until = loop.time() + (timeout or _GRACE)
         while self._missing and not self._woken and (left := until - loop.time()) > 0:
             await arrivals.wait(left)
         if self._error is not None and not arrivals.messages:
