@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -69,6 +70,22 @@ class Server:
         if process is not None and process.poll() is None:
             process.kill() if kill else process.terminate()
             process.wait(15)
+
+    def freeze(self) -> None:
+        """Let it stand still, with all its connections open."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        state = Path(f"/proc/{self._process.pid}/task")
+        deadline = time.monotonic() + 5
+        while not all(" T " in (task / "stat").read_text() for task in state.iterdir()):
+            if time.monotonic() > deadline:
+                raise TimeoutError("nats-server goes on after SIGSTOP")
+            time.sleep(0.005)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def remove(self) -> None:
         self.stop(kill=True)

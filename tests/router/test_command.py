@@ -100,10 +100,9 @@ def test_the_demonstration_shows_retries_rise_and_fall(one: Server) -> None:
         columns = list(WATCHED)
         assert process.stdout.readline().split("(")[0].split() == " ".join(columns).split()
         rows = [_row(process.stdout.readline(), columns) for _ in range(2)]
-        assert one._process is not None
-        one._process.send_signal(signal.SIGSTOP)
+        one.freeze()
         time.sleep(4)
-        one._process.send_signal(signal.SIGCONT)
+        one.thaw()
         rest, _ = process.communicate(timeout=60)
         assert process.returncode == 0
     rows += [_row(line, columns) for line in rest.splitlines() if re.fullmatch(r"[\s\d]+", line)]

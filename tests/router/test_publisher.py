@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -82,13 +80,12 @@ def test_a_server_that_stands_still_is_retried_with_doubling_delays_and_then_giv
             delays.append(seconds)
 
         router.assignments._sleep = sleep
-        pid = one._process.pid if one._process is not None else 0
-        os.kill(pid, signal.SIGSTOP)
+        one.freeze()
         try:
             with pytest.raises(PublishError, match="retries exhausted after 3 retries: timeout") as found:
                 await router.assignments.publish(new_assignment())
         finally:
-            os.kill(pid, signal.SIGCONT)
+            one.thaw()
         assert (found.value.kind, found.value.retries) == ("timeout", 3)
         assert delays == pytest.approx([0.1, 0.2, 0.4])
         value = router.metrics.value
@@ -105,9 +102,8 @@ def test_a_server_that_stands_still_is_retried_with_doubling_delays_and_then_giv
 def test_a_server_that_comes_back_in_time_gets_the_assignment_once() -> None:
     async def test(router: Router) -> None:
         assignment = new_assignment()
-        pid = one._process.pid if one._process is not None else 0
-        os.kill(pid, signal.SIGSTOP)
-        asyncio.get_running_loop().call_later(0.8, os.kill, pid, signal.SIGCONT)
+        one.freeze()
+        asyncio.get_running_loop().call_later(0.8, one.thaw)
         assert await router.assignments.publish(assignment) is Outcome.PUBLISHED
         assert router.metrics.value("router_assignment_retry_total") >= 1
         assert router.metrics.value("router_retry_exhausted_total") == 0
