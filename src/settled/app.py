@@ -19,7 +19,7 @@ from settled.runner import Runner
 from settled.signals import ConfigurationError
 from settled.subscriber import Subscription, subscribe
 from settled.transports import connect
-from settled.transports.base import Outgoing, Publication, Source, Transport
+from settled.transports.base import BrokerStatus, Outgoing, Publication, Reports, Source, Transport
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -45,12 +45,14 @@ class AppStatus:
 
     running: bool
     subscriptions: tuple[SubscriptionStatus, ...]
+    broker: BrokerStatus | None = None
 
     @property
     def healthy(self) -> bool:
-        """Whether no pump has stopped by itself."""
+        """Whether no pump has stopped by itself and, while it runs, the broker is there."""
         bad = (Status.LIMIT_EXCEEDED, Status.ERROR)
-        return not any(subscription.status in bad for subscription in self.subscriptions)
+        away = self.running and self.broker is not None and not self.broker.connected
+        return not away and not any(subscription.status in bad for subscription in self.subscriptions)
 
     @property
     def counts(self) -> Counts:
@@ -88,6 +90,7 @@ class App:
         group: str | None = None,
         dead_letter: str | None = None,
         invalid: str | None = None,
+        source: object = None,
         policy: Policy | None = None,
         **options: Unpack[PolicyOptions],
     ) -> Callable[[H], H]:
@@ -96,7 +99,8 @@ class App:
         A parameter `order: Order` is implicit mode: return acknowledges, an exception is settled by the
         policy. `message: Message[Order]` is explicit mode: the handler settles. The function itself is
         returned unchanged. Rejected messages go to the channel `dead_letter`, and what does not decode to
-        `invalid`, where given; else to the transport's own dead letters.
+        `invalid`, where given; else to the transport's own dead letters. A `source` says more about what is
+        read, in a transport's own terms.
         """
         if not isinstance(channel, str) or not channel:
             raise ConfigurationError(f"subscriber: channel must be a name, got {channel!r}")
@@ -111,13 +115,13 @@ class App:
             chosen = replace(policy or self.policy, **options)  # type: ignore[arg-type]
         except ValueError as error:
             raise ConfigurationError(f"subscriber {channel!r}: {error}") from error
-        source = Source(channel=channel, group=group, dead_letter=dead_letter, invalid=invalid)
+        read = Source(channel=channel, group=group, dead_letter=dead_letter, invalid=invalid, settings=source)
 
         def register(handler: H) -> H:
             # A handler defined inside a function may be annotated with a name that only lives there.
             frame = inspect.currentframe()
             names = frame.f_back.f_locals if frame is not None and frame.f_back is not None else {}
-            self.subscriptions.append(subscribe(handler, source, chosen, names))
+            self.subscriptions.append(subscribe(handler, read, chosen, names))
             mark_subscribed(handler)
             return handler
 
@@ -168,6 +172,7 @@ class App:
                 )
                 for crew in running.crews
             ),
+            self.transport.broker() if isinstance(self.transport, Reports) else None,
         )
 
     async def serve(self, stop: asyncio.Event | None = None) -> AppStatus:

@@ -60,7 +60,7 @@ def run(
         for subscription in found.subscriptions:
             _err.print(f"settled: {subscription.name} x {subscription.policy.performers}")
         status = found.run()
-    except (CannotLoad, ConfigurationError) as error:
+    except (CannotLoad, ConfigurationError, ConnectionError) as error:
         _fail(str(error))
     _summary(status)
     if not status.healthy:
@@ -90,7 +90,14 @@ def _add(name: str, extra: str, load: Callable[[], None]) -> None:
         )(say)
 
 
+def _router() -> None:
+    from settled.router.command import app as router
+
+    app.add_typer(router, name="router")
+
+
 _add("serve", "server", _serve)
+_add("router", "router", _router)
 
 
 def _run_reloading() -> None:

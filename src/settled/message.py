@@ -37,7 +37,7 @@ class Metadata:
 class Delivery:
     """A message as a transport hands it out: raw, and open until somebody claims the right to settle it."""
 
-    __slots__ = ("attempt", "data", "headers", "id", "lane", "ordered", "settled", "subject")
+    __slots__ = ("attempt", "data", "handled", "headers", "id", "lane", "ordered", "settled", "subject")
 
     def __init__(
         self,
@@ -59,6 +59,8 @@ class Delivery:
         # Whether what comes behind it in its lane waits until it is settled for good.
         self.ordered = ordered
         self.settled = False
+        # Whether the handler is through with it, settled or not.
+        self.handled = False
 
     def metadata(self) -> Metadata:
         """The facts beside the payload; worked out only when asked for."""

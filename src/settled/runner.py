@@ -13,7 +13,7 @@ from settled.pump import Counts, Proactor, Reactor, Status
 from settled.pump.log import logger
 from settled.pump.loop import Strikes
 from settled.subscriber import Subscription
-from settled.transports.base import Capabilities, NackMeans, Transport
+from settled.transports.base import Capabilities, NackMeans, Prepares, Transport
 
 
 class Crew:
@@ -121,6 +121,13 @@ class Crew:
                 "%s: asks not to acknowledge, but this transport cannot give a message back: it will be lost",
                 self.name,
             )
+        if capabilities.max_attempts is not None and releases:
+            logger.warning(
+                "%s: asks not to acknowledge, but the broker gives a message up after %d deliveries: "
+                "it does not block for ever",
+                self.name,
+                capabilities.max_attempts,
+            )
 
 
 def _set(future: asyncio.Future[None]) -> None:
@@ -149,6 +156,9 @@ class Runner:
         await self._transport.open()
         self.is_running = True
         try:
+            if isinstance(self._transport, Prepares):
+                for crew in self.crews:
+                    await self._transport.prepare(crew.subscription.source)
             for crew in self.crews:
                 crew.join(self._transport)
             for crew in self.crews:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 from settled.clock import Bell, Clock
 from settled.message import Delivery
+from settled.policy import Policy
 from settled.pump.log import SettlementLog, logger
 from settled.pump.loop import Counts, Effect, Status, Stopped, Strikes, pump
 from settled.settlement import describe
@@ -47,7 +49,7 @@ class Pump:
     def _effects(self, capabilities: Capabilities) -> Generator[Effect, Any, Stopped]:
         self.status = Status.STARTED
         return pump(
-            self.subscription.policy,
+            _within(self.subscription.policy, capabilities),
             counts=self.counts,
             strikes=self.strikes,
             stopping=lambda: self._stop.rung > 0,
@@ -64,3 +66,11 @@ class Pump:
 
     def _crashed(self, error: BaseException) -> Stopped:
         return self._ended(Stopped(Status.ERROR, describe(error), error))
+
+
+def _within(policy: Policy, capabilities: Capabilities) -> Policy:
+    """The policy with the broker's own limit on attempts: the last failure is rejected with its reason."""
+    limit = capabilities.max_attempts
+    if limit is None or 0 <= policy.requeue_count <= limit:
+        return policy
+    return replace(policy, requeue_count=limit)

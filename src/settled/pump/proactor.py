@@ -114,6 +114,7 @@ class Proactor(Pump):
         finally:
             in_hand.reset(token)
             self.in_hand = None
+            delivery.handled = True
         return _RETURNED
 
 

@@ -93,4 +93,5 @@ class Reactor(Pump):
         finally:
             in_hand.reset(token)
             self.in_hand = None
+            delivery.handled = True
         return _RETURNED

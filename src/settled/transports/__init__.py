@@ -29,11 +29,19 @@ def _http(url: str, clock: Clock) -> Transport:
     return HttpTransport(url)
 
 
+def _nats(url: str, clock: Clock) -> Transport:
+    with _extra("nats", url):
+        from settled.transports.nats import NatsTransport
+    return NatsTransport(url)
+
+
 _SCHEMES: dict[str, Callable[[str, Clock], Transport]] = {
     "memory": _memory,
     "postgresql": _postgres,
     "http": _http,
     "https": _http,
+    "nats": _nats,
+    "tls": _nats,
 }
 
 

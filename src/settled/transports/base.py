@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from settled.message import Delivery
 from settled.settlement import Reject
@@ -31,6 +31,8 @@ class Capabilities:
     nack: NackMeans = NackMeans.RELEASE
     wakes: bool = False
     """A receive that waits ends when a message arrives, so no pause is needed after an empty one."""
+    max_attempts: int | None = None
+    """After so many deliveries the broker itself gives a message up; None if it never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,16 @@ class Source:
     group: str | None = None
     dead_letter: str | None = None
     invalid: str | None = None
+    settings: object = None
+    """What only the transport in question understands, such as a NATS stream and consumer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerStatus:
+    """Whether a transport has its broker, and which or why not."""
+
+    connected: bool
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,3 +181,19 @@ class Transport(Protocol):
 
     def publish(self, message: Outgoing) -> Publication:
         """Hand the message over; awaited in async code, done when it returns elsewhere."""
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A transport that looks at, or makes, what a subscription reads before anything runs."""
+
+    async def prepare(self, source: Source) -> None:
+        """Called after open and before the channels of this source; raises what is wrong with it."""
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """A transport that knows whether its broker is there."""
+
+    def broker(self) -> BrokerStatus:
+        """How the connection is."""

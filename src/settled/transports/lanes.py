@@ -224,6 +224,7 @@ class MemoryDelivery(Delivery):
         self.lane = cursor.lane.name
         self.ordered = ordered
         self.settled = False
+        self.handled = False
         self.record = record
         self.group = group
         self.cursor = cursor

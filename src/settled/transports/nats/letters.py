@@ -1,0 +1,193 @@
+"""Dead letters: one entry a message, with the reason, stored before the original is settled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import nats.js.errors
+from nats.js.api import StreamConfig
+
+from settled.settlement import Reason, Reject
+from settled.signals import ConfigurationError
+from settled.transports.base import Source
+from settled.transports.nats.connection import Connection, logger
+from settled.transports.nats.delivery import MSG_ID, NatsDelivery
+from settled.transports.nats.sources import Consumer
+
+_WRONG_LAST_SEQUENCE = 10071
+_NAME_IN_USE = 10058
+_LONGEST_ERROR = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetters:
+    """Where the dead letters of subscriptions without a `dead_letter` subject go. Made if it is not there."""
+
+    stream: str = "SETTLED_DEAD_LETTERS"
+    subject: str = "settled.dead"
+    """A letter's subject is this, the stream, the consumer, the sequence and the time of the original."""
+    replicas: int = 1
+    advisories: str | None = "SETTLED_ADVISORIES"
+    """A stream for the server's notes on messages that died without us; None to go without them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """A message that is not delivered again, and why."""
+
+    stream: str
+    consumer: str
+    sequence: int
+    stored_ns: int
+    id: str
+    subject: str
+    data: bytes
+    headers: Mapping[str, str]
+    attempts: int
+    reason: Reason
+    error: str
+
+    @classmethod
+    def of(cls, delivery: NatsDelivery, rejection: Reject) -> Letter:
+        return cls(
+            stream=delivery.stream,
+            consumer=delivery.consumer,
+            sequence=delivery.sequence,
+            stored_ns=delivery.stored_ns,
+            id=delivery.id,
+            subject=delivery.subject,
+            data=delivery.data,
+            headers=delivery.headers,
+            attempts=delivery.attempt,
+            reason=rejection.reason,
+            error=rejection.error,
+        )
+
+    @property
+    def identity(self) -> str:
+        """The same whoever writes it; with the time, since a stream that was made anew counts from 1."""
+        return f"{self.stream}.{self.consumer}.{self.sequence}.{self.stored_ns}"
+
+    def wire_headers(self) -> dict[str, str]:
+        """The original's headers, without those the server acts on, and the facts of its death."""
+        kept = {name: value for name, value in self.headers.items() if not name.lower().startswith("nats-")}
+        stored = datetime.fromtimestamp(self.stored_ns / 1e9, UTC)
+        return {
+            **kept,
+            "settled-id": self.id,
+            "settled-subject": self.subject,
+            "settled-group": self.consumer,
+            "settled-stream": self.stream,
+            "settled-sequence": str(self.sequence),
+            "settled-published": stored.isoformat() if self.stored_ns else "",
+            "settled-reason": self.reason.value,
+            "settled-error": " ".join(self.error.split())[:_LONGEST_ERROR],
+            "settled-attempts": str(self.attempts),
+            MSG_ID: f"settled-dead:{self.identity}",
+        }
+
+
+class Office:
+    """Writes the letters of one transport."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        settings: DeadLetters,
+        on_letter: Callable[[Letter], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self._on_letter = on_letter
+        self._connection = connection
+        self._ready: set[str] = set()
+
+    async def prepare(self, consumer: Consumer, source: Source) -> None:
+        """Make our own stream, or find the one the user's subject is in: a letter must never get lost."""
+        for subject in {source.dead_letter, source.invalid} - {None}:
+            await self._check(str(subject), consumer)
+        if source.dead_letter is None:
+            await self._make(self.settings.stream, [f"{self.settings.subject}.>"])
+
+    async def _check(self, subject: str, consumer: Consumer) -> None:
+        jetstream = self._connection.jetstream
+        try:
+            stream = await jetstream.find_stream_name_by_subject(subject)
+        except nats.js.errors.NotFoundError as error:
+            raise ConfigurationError(
+                f"consumer {consumer.stream}/{consumer.name}: no stream takes the dead letters "
+                f"on {subject!r}; create one, or leave dead_letter out"
+            ) from error
+        window = (await jetstream.stream_info(stream)).config.duplicate_window
+        if window < 2 * consumer.ack_wait:
+            logger.warning(
+                "nats: stream %s remembers message ids for %g s, less than twice the ack_wait of %s/%s: "
+                "after a crash a dead letter may be there twice; raise its duplicate_window",
+                stream,
+                window,
+                consumer.stream,
+                consumer.name,
+            )
+
+    async def make_advisories(self, subjects: list[str]) -> str | None:
+        """The stream that keeps the server's advisories: the one that takes them already, or ours."""
+        if self.settings.advisories is None:
+            return None
+        try:
+            return await self._connection.jetstream.find_stream_name_by_subject(subjects[0])
+        except nats.js.errors.NotFoundError:
+            pass
+        everyone = [re.sub(r"\.[^.]+\.[^.]+$", ".>", subject) for subject in subjects]
+        await self._make(self.settings.advisories, everyone, max_age=7 * 86400)
+        return self.settings.advisories
+
+    async def _make(self, stream: str, subjects: list[str], max_age: float = 0) -> None:
+        if stream in self._ready:
+            return
+        jetstream = self._connection.jetstream
+        try:
+            await jetstream.stream_info(stream)
+        except nats.js.errors.NotFoundError:
+            try:
+                await jetstream.add_stream(
+                    StreamConfig(
+                        name=stream,
+                        subjects=subjects,
+                        num_replicas=self.settings.replicas,
+                        duplicate_window=120,
+                        max_age=max_age,
+                        description="Made by Settled.",
+                    )
+                )
+            except nats.js.errors.APIError as error:
+                # Somebody else may have made it a moment ago, with other replicas say.
+                if error.err_code != _NAME_IN_USE:
+                    raise ConfigurationError(
+                        f"nats: stream {stream!r} for {', '.join(subjects)} cannot be made: {error}; "
+                        "create it, or change NatsTransport(dead_letters=...)"
+                    ) from error
+        self._ready.add(stream)
+
+    async def write(self, letter: Letter, source: Source) -> bool:
+        """Store a letter, confirmed; False if it was there already."""
+        to = source.dead_letter
+        if letter.reason is Reason.UNACCEPTABLE:
+            to = source.invalid or to
+        headers = letter.wire_headers()
+        if to is None:
+            to = f"{self.settings.subject}.{letter.identity}"
+            # One letter a subject, however long ago the first one was written.
+            headers["Nats-Expected-Last-Subject-Sequence"] = "0"
+        try:
+            stored = await self._connection.publish(to, letter.data, headers)
+        except nats.js.errors.APIError as error:
+            if error.err_code == _WRONG_LAST_SEQUENCE:
+                return False
+            raise
+        if stored.duplicate and stored.tries == 1:
+            return False
+        if self._on_letter is not None:
+            self._on_letter(letter)
+        return True

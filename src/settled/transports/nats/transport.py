@@ -1,0 +1,292 @@
+"""The transport: one connection, its consumers, and publishing from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import nats.js.errors
+from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
+
+from settled.observe import tracing
+from settled.signals import ConfigurationError
+from settled.transports.base import (
+    BrokerStatus,
+    Channel,
+    Outgoing,
+    Publication,
+    Published,
+    Source,
+)
+from settled.transports.nats.advisories import Coroner
+from settled.transports.nats.blocking import NatsBlockingChannel
+from settled.transports.nats.channel import NatsChannel
+from settled.transports.nats.connection import Connection, Login, logger, parse
+from settled.transports.nats.delivery import MSG_ID
+from settled.transports.nats.feeds import Feed, PullFeed, PushFeed
+from settled.transports.nats.letters import DeadLetters, Letter, Office
+from settled.transports.nats.sources import Consumer, Durable, Ephemeral, Settings, overlap
+
+
+class NatsTransport:
+    """NATS JetStream.
+
+    >>> NatsTransport("nats://127.0.0.1:4222").broker().detail
+    'not connected to 127.0.0.1:4222'
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        login: Login | None = None,
+        name: str = "settled",
+        timeout: float = 5.0,
+        dead_letters: DeadLetters | None = None,
+        on_dead_letter: Callable[[Letter], None] | None = None,
+        random: Callable[[], float] = random.random,
+    ) -> None:
+        servers, who = parse(url, login)
+        self.connection = Connection(servers, who, name=name, timeout=timeout)
+        self.office = Office(self.connection, dead_letters or DeadLetters(), on_dead_letter)
+        self.random = random
+        self._consumers: list[tuple[Source, Consumer]] = []
+        self._coroners: list[Coroner] = []
+        self._pushed: dict[str, PushFeed] = {}
+        self._thread: _LoopThread | None = None
+        self._starting = threading.Lock()
+
+    async def open(self) -> None:
+        await self._leave_thread()
+        await self.connection.open()
+
+    async def close(self) -> None:
+        await self._leave_thread()
+        for coroner in self._coroners:
+            await coroner.stop()
+        self._coroners, self._consumers = [], []
+        self._pushed = {}
+        await self.connection.close()
+
+    def broker(self) -> BrokerStatus:
+        return self.connection.status()
+
+    async def prepare(self, source: Source) -> None:
+        """Find the consumer, or make it, and say what the server would ignore in silence."""
+        await self.consumer(source)
+
+    def channel(self, source: Source) -> Channel:
+        loop = self.connection.home
+        if loop is None:
+            raise RuntimeError("nats: the transport is not open; await open() first")
+        return NatsBlockingChannel(self.async_channel(source), loop)
+
+    def async_channel(self, source: Source) -> NatsChannel:
+        return NatsChannel(self, source, self._known(source))
+
+    def feed(self, consumer: Consumer) -> Feed:
+        """Where the messages of a consumer come from; a push consumer has one for all its performers."""
+        if consumer.deliver_subject is None:
+            return PullFeed(self.connection, consumer)
+        feed = self._pushed.setdefault(consumer.deliver_subject, PushFeed(self.connection, consumer))
+        feed.users += 1
+        return feed
+
+    def _known(self, source: Source) -> Consumer | None:
+        return next((consumer for known, consumer in self._consumers if known is source), None)
+
+    async def consumer(self, source: Source) -> Consumer:
+        """The consumer a source means, looked up once."""
+        known = self._known(source)
+        if known is not None:
+            return known
+        settings = await self._settings(source)
+        info = await self._resolve(settings, source.channel)
+        consumer = Consumer.of(info, settings)
+        if consumer.subjects and not any(overlap(source.channel, subject) for subject in consumer.subjects):
+            raise ConfigurationError(
+                f"subscriber {source.channel!r}: consumer {consumer.stream}/{consumer.name} reads "
+                f"{', '.join(consumer.subjects)}; subscribe to that, or name another consumer"
+            )
+        if consumer.deliver_subject and not consumer.deliver_group and info.push_bound:
+            raise ConfigurationError(
+                f"subscriber {source.channel!r}: push consumer {consumer.stream}/{consumer.name} is read by "
+                "somebody else already; give it a deliver_group to share it"
+            )
+        self._consumers.append((source, consumer))
+        _warn(consumer, source)
+        await self.office.prepare(consumer, source)
+        coroner = Coroner(self.connection, self.office, consumer, source)
+        await coroner.start()
+        self._coroners.append(coroner)
+        return consumer
+
+    async def remake(self, source: Source, old: Consumer) -> Consumer:
+        """Make an ephemeral consumer anew, if it is gone, from the first message that is not settled."""
+        known = self._known(source)
+        if known is not old or not isinstance(old.settings, Ephemeral):
+            return known or old
+        with contextlib.suppress(nats.js.errors.NotFoundError):
+            await self.connection.jetstream.consumer_info(old.stream, old.name)
+            return old
+        start = min(old.unsettled, default=old.last + 1)
+        logger.warning("nats: ephemeral consumer of %s is gone; made anew from %d", source.channel, start)
+        asked = old.settings.config or ConsumerConfig()
+        config = asked.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=start)
+        settings = replace(old.settings, stream=old.stream, config=config if old.last else asked)
+        consumer = Consumer.of(await self._resolve(settings, source.channel), settings)
+        consumer.last = old.last
+        self._consumers = [(s, consumer if s is source else c) for s, c in self._consumers]
+        return consumer
+
+    async def _settings(self, source: Source) -> Settings:
+        match source.settings:
+            case Durable() | Ephemeral() as settings if source.group is None:
+                return settings
+            case Durable() | Ephemeral():
+                raise ConfigurationError(
+                    f"subscriber {source.channel!r}: on NATS a group is a durable consumer; "
+                    f"write Durable(stream=..., consumer={source.group!r}) and leave group out"
+                )
+            case None if source.group is not None:
+                stream = await self._stream_of(source.channel)
+                return Durable(stream=stream, consumer=source.group)
+            case None:
+                return Ephemeral()
+            case other:
+                raise ConfigurationError(
+                    f"subscriber {source.channel!r}: source must be a Durable or an Ephemeral, got {other!r}"
+                )
+
+    async def _stream_of(self, subject: str) -> str:
+        try:
+            return await self.connection.jetstream.find_stream_name_by_subject(subject)
+        except nats.js.errors.NotFoundError as error:
+            raise ConfigurationError(
+                f"subscriber {subject!r}: no stream takes this subject; create one that does"
+            ) from error
+
+    async def _resolve(self, settings: Settings, subject: str) -> ConsumerInfo:
+        jetstream = self.connection.jetstream
+        if isinstance(settings, Ephemeral):
+            stream = settings.stream or await self._stream_of(subject)
+            config = settings.config or ConsumerConfig()
+            if not config.filter_subject and not config.filter_subjects:
+                config = config.evolve(filter_subject=subject)
+            if config.deliver_subject is None and config.inactive_threshold is None:
+                # Longer than the server's 5 s, so that a reconnect finds it.
+                config = config.evolve(inactive_threshold=60.0)
+            return await jetstream.add_consumer(
+                stream, config.evolve(name=f"settled-{uuid.uuid4().hex[:12]}")
+            )
+        try:
+            info: ConsumerInfo = await jetstream.consumer_info(settings.stream, settings.consumer)
+        except nats.js.errors.NotFoundError as error:
+            if not settings.create:
+                raise ConfigurationError(
+                    f"subscriber {subject!r}: stream {settings.stream!r} has no consumer "
+                    f"{settings.consumer!r} ({error.description}); create it, or say create=True"
+                ) from error
+        else:
+            return info
+        config = settings.config or ConsumerConfig(ack_policy=AckPolicy.EXPLICIT)
+        if not config.filter_subject and not config.filter_subjects:
+            config = config.evolve(filter_subject=subject)
+        return await jetstream.add_consumer(
+            settings.stream, config.evolve(name=settings.consumer, durable_name=settings.consumer)
+        )
+
+    def publish(self, message: Outgoing) -> Publication:
+        """Publish, acknowledged by the stream.
+
+        On a running loop it is awaited; in other code it is done when it returns, on the app's loop if that
+        runs, else on a thread of its own.
+        """
+        headers = tracing.inject(dict(message.headers))
+        if message.lane is not None:
+            raise ConfigurationError(
+                f"publish to {message.subject!r}: NATS has no lanes; for order, read with max_ack_pending=1"
+            )
+        message = replace(message, headers=headers)
+        here, home = _running_loop(), self.connection.home
+        if here is not None:
+            if home is None or home is here:
+                return Publication.when_awaited(self._publish(message))
+            call = asyncio.run_coroutine_threadsafe(self._publish(message), home)
+            return Publication.when_awaited(asyncio.wrap_future(call))
+        if home is None:
+            with self._starting:
+                if self._thread is None:
+                    self._thread = _LoopThread()
+            return Publication.of(self._thread.run(self._publish(message)))
+        return Publication.of(asyncio.run_coroutine_threadsafe(self._publish(message), home).result())
+
+    async def _publish(self, message: Outgoing) -> Published:
+        await self.connection.open()
+        identity = message.id or uuid.uuid4().hex
+        headers = {**message.headers, MSG_ID: identity}
+        subject = message.subject
+        if message.delay > 0:
+            due = datetime.now(UTC) + timedelta(seconds=message.delay)
+            headers["Nats-Schedule"] = f"@at {due.isoformat().replace('+00:00', 'Z')}"
+            headers["Nats-Schedule-Target"] = subject
+            # The stream keeps the schedule under a subject of its own until it is due.
+            subject = f"{subject}.schedule.{uuid.uuid4().hex}"
+        stored = await self.connection.publish(subject, message.data, headers)
+        return Published(id=identity, duplicate=stored.duplicate, sequence=stored.sequence)
+
+    async def _leave_thread(self) -> None:
+        """Give up the connection of sync code that published before the app ran, or after."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await asyncio.to_thread(thread.run, self.connection.close())
+            await asyncio.to_thread(thread.stop)
+
+
+def _warn(consumer: Consumer, source: Source) -> None:
+    name = f"{consumer.stream}/{consumer.name}"
+    if consumer.ack_policy == "none":
+        logger.warning(
+            "%s: consumer %s has AckPolicy none: the server ignores ack, nak and term in silence, and "
+            "nothing comes again",
+            source.channel,
+            name,
+        )
+    elif consumer.ack_policy == "all":
+        logger.warning(
+            "%s: consumer %s has AckPolicy all: an ack settles every message before it too, also one that "
+            "failed",
+            source.channel,
+            name,
+        )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+class _LoopThread:
+    """A loop in a thread, for sync code outside a running app."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="settled-nats", daemon=True)
+        self._thread.start()
+
+    def run(self, call: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
