@@ -23,6 +23,7 @@ LEASE = 1.0
 class NatsBroker:
     """A stream and a durable consumer of their own, on a loop in a thread as an app's would be."""
 
+    lane = None
     ordered_lanes = False
     counts_attempts = False
 

@@ -47,7 +47,11 @@ def postgres() -> Iterator[EmbeddedPostgres]:
     directory = reachable_directory()
     server = EmbeddedPostgres.start(directory)
     # Nothing here has to outlive the machine, and dropping a database waits for the disk otherwise.
-    quick = ("alter system set fsync = off", "alter system set full_page_writes = off", "select pg_reload_conf()")
+    quick = (
+        "alter system set fsync = off",
+        "alter system set full_page_writes = off",
+        "select pg_reload_conf()",
+    )
     asyncio.run(_execute(server.dsn, *quick, "create database template_queue"))
     asyncio.run(migrate(_database(server.dsn, "template_queue")))
     yield server

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from settled.queue.engine import Engine
+from settled.queue.types import AckItem, PopRequest, PushItem
 from settled.settlement import Reason, Reject
 from settled.transports.base import LeaseLost, Outgoing, Source
 from settled.transports.lanes import QueueOptions
 from settled.transports.memory import MemoryTransport
-
-from settled.queue.engine import Engine
-from settled.queue.types import AckItem, PopRequest, PushItem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,6 +21,7 @@ from tests.transports.conformance import Conformance
 class MemoryBroker:
     queue = "orders"
     lane = None
+    ordered_lanes = True
     counts_attempts = True
 
     def __init__(self, clock: VirtualClock | None) -> None:

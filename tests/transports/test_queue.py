@@ -43,6 +43,7 @@ def url(dsn: str) -> Iterator[str]:
 
 class QueueBroker:
     lane = "one"
+    ordered_lanes = True
     counts_attempts = True
 
     def __init__(self, transport: QueueTransport, dsn: str) -> None:

@@ -14,8 +14,9 @@ from .messages import DeadLetters, Message, Pushed, outgoing
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .api import Api
     from settled.portal import Portal
+
+    from .api import Api
 
 T = TypeVar("T")
 
