@@ -243,7 +243,7 @@ class Bench:
         for start in range(0, count, 5000):
             items = [{"queue": queue, "partition": f"idle{start + i}", "payload": 0} for i in range(5000)]
             self.post("/api/v1/push", {"items": items})
-        while self.get(f"/api/v1/pop/queue/{queue}?batch=10000&partitions=10000&autoAck=true")["messages"]:
+        while self.get(f"/api/v1/pop/queue/{queue}?batch=1000&partitions=1000&autoAck=true")["messages"]:
             pass
 
     def get(self, path: str) -> Any:
