@@ -23,9 +23,11 @@ from settled.queue.pop import Popper
 from settled.queue.push import Pusher
 from settled.queue.ready import ReadySets
 from settled.queue.schedule import Scheduler
+from settled.queue.types import AckItem
 
 if TYPE_CHECKING:
     from settled.queue.lanes import Lane
+    from settled.queue.popped import Popped
 
 log = logging.getLogger("settled.queue")
 POOL = 4
@@ -55,6 +57,7 @@ class Core:
             self.activity,
             self.clock,
             self.pool,
+            self.give_back,
         )
         self.poller = Poller(self.pool, self.registry, self.ready, self.popper, self.activity, self.clock)
         self.settler = Settler(
@@ -64,6 +67,7 @@ class Core:
         self.janitor = Janitor(self)
         self.room = Room(self)
         self.switches: dict[str, bool] = {}
+        self._given_back: set[asyncio.Task[Any]] = set()
         self._tasks: list[asyncio.Task[Any]] = []
 
     @classmethod
@@ -107,9 +111,21 @@ class Core:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.pusher.close()
         await self.popper.close()
+        await asyncio.gather(*self._given_back, return_exceptions=True)
         await self.settler.close()
         await self.activity.close()
         await self.pool.close()
+
+    def give_back(self, popped: Popped) -> None:
+        """Nobody waits any more for what was just leased: let somebody else have it."""
+        if popped.lease_id is not None:
+            items = [
+                AckItem(m.transaction_id, m.partition_id, "retry", m.lease_id, group=m.group)
+                for m in popped.messages()
+            ]
+            task = asyncio.create_task(self.settler.settle(items, popped.group, atomic=False))
+            self._given_back.add(task)
+            task.add_done_callback(self._given_back.discard)
 
     def appended(self, lanes: list[tuple[Lane, int]]) -> None:
         """Messages are on disk: tell who waits, here and elsewhere."""

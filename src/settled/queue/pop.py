@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
+
 from settled.queue.db import Link, sql
-from settled.queue.errors import BadRequest, Unavailable
+from settled.queue.errors import BadRequest
 from settled.queue.leases import Lease, new_lease
 from settled.queue.popped import Empty, Piece, Popped, PoppedLane
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import datetime
 
     from settled.queue.activity import Activity
@@ -129,7 +131,9 @@ class Popper:
         activity: Activity,
         clock: Clock,
         pool: Pool,
+        abandoned: Callable[[Popped], None],
     ) -> None:
+        self._abandoned = abandoned
         self._pool = pool
         self._worker = worker
         self._registry = registry
@@ -168,7 +172,7 @@ class Popper:
     async def ask(self, ask: Ask) -> None:
         """Try once: `ask.popped` or `ask.why` and `ask.until` are set afterwards."""
         if self._closing:
-            raise Unavailable("the engine is closing")
+            return
         if ask.lane is None and not any(ready.ready for ready in ask.sets):
             return
         self._pending.append(ask)
@@ -187,13 +191,25 @@ class Popper:
                     return
                 self._wake.clear()
                 await self._wake.wait()
-            asks, self._pending = self._pending, []
+            asks, self._pending = [ask for ask in self._pending if not ask.future.done()], []
             try:
                 await self._flush(link, asks)
-            except Exception as error:  # the callers must hear of it, whatever it is
+            except asyncpg.PostgresError:
                 for ask in asks:
-                    if not ask.future.done():
-                        ask.future.set_exception(error)
+                    await self._try_alone(link, ask)
+            except Exception as error:  # the callers must hear of it, whatever it is
+                _fail(asks, error)
+            for ask in asks:
+                if ask.future.cancelled() and ask.popped is not None:
+                    self._abandoned(ask.popped)
+
+    async def _try_alone(self, link: Link, ask: Ask) -> None:
+        """What failed together may be one caller's fault only."""
+        try:
+            if not ask.future.done():
+                await self._flush(link, [ask])
+        except Exception as error:  # the caller must hear of it, whatever it is
+            _fail([ask], error)
 
     def _assign(self, asks: list[Ask]) -> list[Share]:
         """Give each ask the lanes that have waited longest; asks that settle at once may share one."""
@@ -339,6 +355,12 @@ class Popper:
         if ask.popped is None:
             ask.popped = Popped(ask.request.group, lease, until if lease else None, [])
         ask.popped.lanes.append(part)
+
+
+def _fail(asks: list[Ask], error: Exception) -> None:
+    for ask in asks:
+        if not ask.future.done():
+            ask.future.set_exception(error)
 
 
 _WHY: dict[str, Empty] = {"leased": "lease_held", "window": "window_buffer", "gone": "partition_not_found"}
