@@ -169,7 +169,7 @@ class Settler:
                 self._wake.set()
 
     async def _finish(self, link: Link, settlements: list[Settlement]) -> None:
-        """Apply and answer; what the database refuses together is tried one by one: only the bad one fails."""
+        """Apply and answer; what the database refuses together is tried one by one, so only the bad fails."""
         try:
             await self.apply(link, settlements)
         except asyncpg.PostgresError as error:

@@ -10,7 +10,7 @@ import socket
 from typing import TYPE_CHECKING, Any, Self
 
 from settled.queue.ack import Settler
-from settled.queue.activity import Activity
+from settled.queue.activity import Activity, wait_for
 from settled.queue.admin import Room
 from settled.queue.cache import SegmentCache
 from settled.queue.db import Clock, Pool, migrate, sql
@@ -67,6 +67,7 @@ class Core:
         self.janitor = Janitor(self)
         self.room = Room(self)
         self.switches: dict[str, bool] = {}
+        self.stopping = asyncio.Event()
         self._given_back: set[asyncio.Task[Any]] = set()
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -93,8 +94,8 @@ class Core:
 
     async def watch_switches(self) -> None:
         """Follow switches that another worker set."""
-        while True:
-            await asyncio.sleep(1)
+        while not self.stopping.is_set():
+            await wait_for(self.stopping, 1)
             try:
                 await self.read_switches()
             except Unavailable:
@@ -106,9 +107,12 @@ class Core:
 
     async def close(self) -> None:
         """Answer what is in flight, then stop everything."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.stopping.set()
+        self.scheduler.look()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=10)
+            for task in late:
+                task.cancel()
         await self.pusher.close()
         await self.popper.close()
         await asyncio.gather(*self._given_back, return_exceptions=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from settled.queue.db import Link, sql
-from settled.queue.errors import BadRequest
 from settled.queue.leases import Lease, new_lease
 from settled.queue.popped import Empty, Piece, Popped, PoppedLane
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from settled.queue.types import PopRequest
 
 CLAIMERS = 2
-MAX_BATCH = 10_000
-MAX_PARTITIONS = 1_000
 CLAIM = "select * from claim($1, $2, $3, $4, $5, $6, $7, $8)"
 READ_AHEAD = 400
 
@@ -160,6 +157,7 @@ class Popper:
         self._closing = True
         self._wake.set()
         self._ready.reset()
+        self._registry.announce()
         await asyncio.gather(*self._tasks)
         for link in self._links:
             await link.close()
@@ -385,19 +383,3 @@ def _split(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
         mine.append(piece)
         count -= len(piece.offsets)
     return mine, []
-
-
-def check_request(request: PopRequest) -> None:
-    """Refuse what can never work."""
-    if not 1 <= request.batch <= MAX_BATCH:
-        raise BadRequest("batch", request.batch, f"must be 1..{MAX_BATCH}")
-    if not 1 <= request.partitions <= MAX_PARTITIONS:
-        raise BadRequest("partitions", request.partitions, f"must be 1..{MAX_PARTITIONS}")
-    if not 0 <= request.wait <= 86_400:
-        raise BadRequest("wait", request.wait, "must be 0..86400 s")
-    if request.lease_seconds is not None and not 1 <= request.lease_seconds <= 86_400:
-        raise BadRequest("leaseSeconds", request.lease_seconds, "must be 1..86400 s")
-    if request.queue is None and request.namespace is None and request.task is None:
-        raise BadRequest("queue", None, "name a queue, a namespace or a task")
-    if request.partition is not None and request.queue is None:
-        raise BadRequest("partition", request.partition, "a partition needs its queue")
