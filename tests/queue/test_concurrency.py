@@ -243,3 +243,23 @@ async def test_everything_at_once_for_a_while_without_deadlock_or_loss(one: Engi
         "select deadlocks from pg_stat_database where datname = current_database()"
     )
     assert deadlocks == 0
+
+
+@with_engine
+async def test_a_settlement_the_database_refuses_fails_alone_though_it_shared_a_call(engine: Engine) -> None:
+    for lane in ("good", "bad"):
+        await push(engine, "q", *(f"{lane}{i}" for i in range(20)), partition=lane)
+    good = await engine.pop(PopRequest("q", "good", batch=20))
+    bad = await engine.pop(PopRequest("q", "bad", batch=20))
+    pool = engine._core.pool
+    lane = engine._core.registry.lanes[("q", "bad")]
+    refuse = (
+        f"alter table consumer add constraint no_bad check (lane_id <> {lane.id} or cursor < 0) not valid"
+    )
+    await pool.fetch(refuse)
+    jobs = [settle(engine, batch, "completed", name) for batch in (good, bad) for name in ids(batch)]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert all(not isinstance(r, BaseException) and r[0].success for r in results[:20])
+    assert all(isinstance(r, Exception) for r in results[20:])
+    await pool.fetch("alter table consumer drop constraint no_bad")
+    assert all(r.success for r in await settle(engine, bad, "completed"))

@@ -209,3 +209,10 @@ def wait_for(condition: Any, seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def test_the_command_can_be_listed_without_the_servers_dependencies() -> None:
+    heavy = "{'asyncpg', 'httptools', 'uvloop', 'numpy', 'platformdirs', 'aiohttp'}"
+    source = f"import sys, settled.server.command; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -7,6 +7,7 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 from asyncpg import BitString
 
 from settled.queue.db import Link
@@ -162,16 +163,27 @@ class Settler:
             keys = {(lease.lane_id, lease.group_id) for lease in leases}
             self._out |= keys
             try:
-                await self.apply(link, taken)
-                for settlement in taken:
-                    settlement.finish()
-            except Exception as error:  # the callers must hear of it, whatever it is
-                for settlement in taken:
-                    if not settlement.future.done():
-                        settlement.future.set_exception(error)
+                await self._finish(link, taken)
             finally:
                 self._out -= keys
                 self._wake.set()
+
+    async def _finish(self, link: Link, settlements: list[Settlement]) -> None:
+        """Apply and answer; what the database refuses together is tried one by one, so only the bad fails."""
+        try:
+            await self.apply(link, settlements)
+        except asyncpg.PostgresError as error:
+            if len(settlements) == 1:
+                settlements[0].fail(error)
+            else:
+                for settlement in settlements:
+                    await self._finish(link, [settlement])
+        except Exception as error:  # the callers must hear of it, whatever it is
+            for settlement in settlements:
+                settlement.fail(error)
+        else:
+            for settlement in settlements:
+                settlement.finish()
 
     def _take(self) -> list[Settlement]:
         """Settlements that touch different messages, on lanes no other call is working on."""

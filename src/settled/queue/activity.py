@@ -46,6 +46,7 @@ class Activity:
         self._tick = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: Any = None
+        self._closing = False
 
     async def start(self) -> None:
         """Begin listening."""
@@ -55,10 +56,14 @@ class Activity:
         self._tasks = [asyncio.create_task(task()) for task in (self._ring, self._timers, self._watch)]
 
     async def close(self) -> None:
-        """Stop."""
-        for task in self._tasks:
+        """Stop, with no statement cut off half-way."""
+        self._closing = True
+        self._rung.set()
+        ring, *others = self._tasks
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        reads = [task for task in (self._reading, self._next) if task is not None]
+        await asyncio.gather(ring, *others, *reads, return_exceptions=True)
         for link in (self._reader, self._listener, self._bell):
             await link.close()
 
@@ -124,12 +129,12 @@ class Activity:
             self._listening = connection
 
     def _heard(self, _connection: Any, _pid: int, _channel: str, payload: object) -> None:
-        if payload != self._worker:
+        if payload != self._worker and not self._closing:
             task = asyncio.ensure_future(self.read())
             task.add_done_callback(_ignore)
 
     async def _ring(self) -> None:
-        while True:
+        while not self._closing:
             await self._rung.wait()
             self._rung.clear()
             try:

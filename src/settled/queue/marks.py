@@ -61,6 +61,11 @@ class Settlement:
             return []
         return [mark for mark in self.marks if mark.result is None]
 
+    def fail(self, error: Exception) -> None:
+        """Tell the caller that nobody knows what became of it."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
     def finish(self) -> None:
         """Answer the caller; what an atomic call gave up because of another item says so."""
         for mark in self.marks:

@@ -67,18 +67,19 @@ class Scheduler:
 
     async def run(self) -> None:
         """Move what is due, for ever."""
-        while True:
+        while not self._core.stopping.is_set():
             self._soon.clear()
             pause = LOOK_EVERY
             try:
-                while await self.move() == MOVE:
+                while await self.move() == MOVE and not self._core.stopping.is_set():
                     pass
                 due = await self._core.pool.fetchval(sql("scheduled_next"))
                 if due is not None:
                     pause = min(pause, max(0.001, due - self._core.clock.now()))
             except Unavailable:
                 pause = LOOK_EVERY
-            await wait_for(self._soon, pause)
+            if not self._core.stopping.is_set():
+                await wait_for(self._soon, pause)
 
     async def move(self) -> int:
         """Append what is due now, in one transaction with its removal here; answers how many."""

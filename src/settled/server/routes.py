@@ -25,7 +25,7 @@ _POP = (
     P("timeout", "integer", "How long to wait, in milliseconds.", 0, 3_600_000),
     P("consumerGroup", "string", "Consume as this group; without one, consumers share the queue."),
     P("autoAck", "boolean", "Acknowledge on delivery: at most once."),
-    P("partitions", "integer", "Take from up to this many partitions.", 1, 10_000),
+    P("partitions", "integer", "Take from up to this many partitions.", 1, 1000),
     P("leaseSeconds", "integer", "How long the lease lasts, instead of the queue's leaseTime.", 0, 86_400),
     P(
         "subscriptionMode",
