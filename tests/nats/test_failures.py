@@ -66,6 +66,38 @@ def test_a_restarted_server_finds_the_app_waiting_and_its_health_says_so_meanwhi
         asyncio.run(asyncio.wait_for(main(one), 90))
 
 
+@pytest.mark.parametrize("push", [False, True])
+def test_a_client_that_has_closed_for_good_is_replaced(push: bool) -> None:
+    async def main(one: Server) -> None:
+        async with desk_on(one.url) as desk:
+            app, seen = desk.app(), []
+            config = {"deliver_subject": f"push.{desk.stream}"} if push else {}
+
+            @app.subscriber(
+                desk.subject(), source=desk.durable(ack_wait=1, **config), channel_failure_delay=0.1
+            )
+            async def handle(order: Order) -> None:
+                seen.append(order.id)
+                if order.id == 2:
+                    raise Reject("no")
+
+            async with running(app):
+                await desk.put(b'{"id": 1}')
+                await until(lambda: seen == [1])
+                # As the client does on its own account when the server says that its login has expired.
+                await app.transport.connection.sending.close()  # type: ignore[attr-defined]
+                assert not app.status().healthy
+                await desk.put(b'{"id": 2}')
+                # Perhaps only at its second delivery: the first may have gone to the client that is no more.
+                await until(lambda: 2 in seen)
+                await until(lambda: app.status().healthy)
+                await until(desk.settled)
+                assert len(await desk.letters()) == 1
+
+    with server() as one:
+        asyncio.run(asyncio.wait_for(main(one), 60))
+
+
 def test_the_count_of_deliveries_survives_a_restart() -> None:
     async def main(one: Server) -> None:
         async with desk_on(one.url) as desk:

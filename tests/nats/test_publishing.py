@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 
@@ -125,6 +126,14 @@ def test_an_app_publishes_from_one_loop_after_another(nats_server: Server, on_de
         assert await desk.kept() == 2
 
     on_desk(test)
+
+
+def test_without_the_extra_the_url_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("settled.transports.nats")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "nats", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'settled\[nats\]'"):
+        App("nats://127.0.0.1:4222")
 
 
 def test_a_server_that_is_not_there_is_named_with_the_reason() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from nats.js.api import AckPolicy, ConsumerConfig
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from settled import ConfigurationError, Message, dont_ack_on_error
 from settled.transports.nats import Durable, Ephemeral
@@ -209,6 +209,32 @@ def test_a_push_consumer_without_a_group_that_is_read_already_is_refused(on_desk
             await until(bound)
             with pytest.raises(ConfigurationError, match="deliver_group"):
                 await second.serve()
+
+    on_desk(test)
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_a_durable_consumer_that_is_deleted_is_reported_until_it_is_back(on_desk: OnDesk, push: bool) -> None:
+    async def test(desk: Desk) -> None:
+        app, seen = desk.app(), []
+        config = {"deliver_subject": f"push.{desk.stream}"} if push else {}
+        source = desk.durable(**config)
+
+        @app.subscriber(desk.subject(), source=source, channel_failure_delay=0.1)
+        async def handle(order: Order) -> None:
+            seen.append(order.id)
+
+        async with running(app):
+            await desk.put(b'{"id": 1}')
+            await until(lambda: seen == [1])
+            await desk.jetstream.delete_consumer(desk.stream, "worker")
+            await until(lambda: app.status().counts.receive_failed > 0, 20)
+            assert source.config is not None
+            await desk.jetstream.add_consumer(
+                desk.stream, source.config.evolve(durable_name="worker", deliver_policy=DeliverPolicy.NEW)
+            )
+            await desk.put(b'{"id": 2}')
+            await until(lambda: 2 in seen)
 
     on_desk(test)
 

@@ -16,8 +16,10 @@ from settled.transports.nats.feeds import NAK, ConsumerGone, Feed
 from settled.transports.nats.letters import Letter, Office
 from settled.transports.nats.sources import Consumer
 
-# A pump releases what it has buffered one by one, last first: this long after the last one they are sent.
-_RELEASE_AFTER = 0.02
+# How long what nobody has tried yet is kept for this channel's next receive, before anyone may have it.
+_KEEP_FOR = 5.0
+# How long the next receive waits for the message it has to begin with.
+_BLOCK_FOR = 0.3
 
 
 class Reader(Protocol):
@@ -52,8 +54,9 @@ class NatsChannel:
         self._consumer = consumer
         self._feed: Feed | None = None
         self._held: Sequence[NatsDelivery] = ()
-        self._released: list[NatsDelivery] = []
-        self._releasing: asyncio.TimerHandle | None = None
+        self._kept: list[NatsDelivery] = []
+        self._giving_back: asyncio.TimerHandle | None = None
+        self._blocked = False
         self._keeper: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop() if consumer is not None else None
 
@@ -70,8 +73,6 @@ class NatsChannel:
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         # Whoever asks for more is done with all that he had, or has left it to the server.
         self._held = ()
-        if self._released:
-            await self._release()
         if self._consumer is None or self._feed is None:
             await self._start()
         consumer, feed = self._consumer, self._feed
@@ -79,7 +80,11 @@ class NatsChannel:
         try:
             if self._connection.sending.is_closed:
                 await self._connection.open()
-            self._held = held = await feed.take(limit, timeout)
+            if self._kept:
+                self._held = held = await self._take_kept(feed, limit, timeout)
+            else:
+                self._held = held = await feed.take(limit, timeout)
+            self._blocked = False
         except ConsumerGone:
             if not consumer.is_ephemeral:
                 raise
@@ -114,17 +119,18 @@ class NatsChannel:
 
     async def nack(self, delivery: Delivery) -> None:
         mine, consumer = self._mine(delivery)
+        if not mine.handled:
+            # Nobody has tried it, and every delivery counts here: giving it back could be the death of it.
+            self._keep_back([mine])
+            return
         if consumer.exhausted(mine.attempt):
             await self._exhaust(mine, consumer, "released")
             return
         if consumer.deliver_subject and self._feed is not None:
             # What was pushed behind it must not come before it.
-            self._released += self._feed.give_back()
-        self._released.append(mine)
-        if self._releasing is not None:
-            self._releasing.cancel()
-        loop = asyncio.get_running_loop()
-        self._releasing = loop.call_later(_RELEASE_AFTER, lambda: loop.create_task(self._release()))
+            self._keep_back(self._feed.give_back())
+        self._blocked = True
+        await self._tell(mine, NAK)
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         mine, consumer = self._mine(delivery)
@@ -163,17 +169,39 @@ class NatsChannel:
             return
         await feed.close()
         # A message that came too late to be handed out must not wait for its timeout.
-        self._released += feed.give_back()
-        await self._release()
+        self._kept += feed.give_back()
+        await self._give_back()
 
-    async def _release(self) -> None:
-        """Give back what was released, oldest first: the server hands out in the order of the naks."""
-        if self._releasing is not None:
-            self._releasing.cancel()
-            self._releasing = None
-        released, self._released = self._released, []
-        for delivery in sorted(released, key=_sequence):
+    def _keep_back(self, deliveries: list[NatsDelivery]) -> None:
+        self._kept += deliveries
+        if self._kept and self._giving_back is None:
+            loop = asyncio.get_running_loop()
+            self._giving_back = loop.call_later(_KEEP_FOR, lambda: loop.create_task(self._give_back()))
+
+    async def _take_kept(self, feed: Feed, limit: int, timeout: float) -> list[NatsDelivery]:
+        """What was kept, behind the message that was given back: the next thing handled is that one."""
+        fresh: list[NatsDelivery] = []
+        if self._blocked:
+            fresh = await feed.take(limit, min(timeout, _BLOCK_FOR))
+        self._stop_timer()
+        ready = sorted([*fresh, *self._kept], key=_sequence)
+        self._kept = ready[limit:]
+        self._keep_back([])
+        for delivery in ready[:limit]:
+            delivery.reopen()
+        return ready[:limit]
+
+    async def _give_back(self) -> None:
+        """Let anyone have what was kept, oldest first: the server hands out in the order of the naks."""
+        self._stop_timer()
+        kept, self._kept = self._kept, []
+        for delivery in sorted(kept, key=_sequence):
             await self._quietly(self._tell(delivery, NAK))
+
+    def _stop_timer(self) -> None:
+        if self._giving_back is not None:
+            self._giving_back.cancel()
+            self._giving_back = None
 
     async def _exhaust(self, mine: NatsDelivery, consumer: Consumer, what: str) -> None:
         error = f"{what} on delivery {mine.attempt}; the consumer's max_deliver is {consumer.max_deliver}"
@@ -193,10 +221,9 @@ class NatsChannel:
         while True:
             await asyncio.sleep(shortest / 6)
             now = asyncio.get_running_loop().time()
-            feed = self._feed
-            for delivery in (*self._held, *(feed.waiting() if feed is not None else ())):
-                if delivery.settled or delivery.handled:
-                    continue
+            waiting = self._feed.waiting() if self._feed is not None else []
+            in_hand = (one for one in self._held if not one.settled and not one.handled)
+            for delivery in (*in_hand, *self._kept, *waiting):
                 if now - delivery.extended >= consumer.patience(delivery.attempt) / 3:
                     await self._quietly(self.extend(delivery))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,6 @@ class Connection:
         self.timeout = timeout
         self.generation = 0
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.on_reconnect: list[Callable[[], None]] = []
         self._login = login
         self._name = name
         self._client: Client | None = None
@@ -218,8 +217,6 @@ class Connection:
         self._last_error = None
         self.generation += 1
         logger.info("nats: %s again", self.status().detail)
-        for tell in self.on_reconnect:
-            tell()
 
     async def close(self) -> None:
         """Send what is to be sent, and disconnect."""

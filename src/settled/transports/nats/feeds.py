@@ -8,6 +8,7 @@ from collections import deque
 from typing import Protocol
 
 import nats.errors
+import nats.js.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -22,6 +23,9 @@ _ACK_PREFIX = "$JS.ACK."
 _OPEN_FOR = 2.0
 _GRACE = 0.25
 _DRAIN_TIMEOUT = 2.0
+_AT_ONCE = 0.02
+# How long nothing has to be pushed before the server is asked whether the consumer is still there.
+_QUIET = 10.0
 
 
 class ConsumerGone(Exception):
@@ -117,12 +121,16 @@ class PullFeed:
         if not self._missing or loop.time() > self._expires:
             await self._ask(limit, _OPEN_FOR if timeout > 0 else 0)
         # All of a batch, which the server sends in one go, is there when its end is announced.
-        until = loop.time() + (timeout or _GRACE)
+        began = loop.time()
+        until = began + (timeout or _GRACE)
         while self._missing and not self._woken and (left := until - loop.time()) > 0:
             await arrivals.wait(left)
         if self._error is not None and not arrivals.messages:
             error, self._error = self._error, None
             raise error
+        if not arrivals.messages and not self._woken and timeout > _GRACE and loop.time() - began < _AT_ONCE:
+            # Nothing, and that at once: whatever the reason, it must not become a busy loop.
+            await arrivals.wait(_GRACE)
         return arrivals.take(limit)
 
     async def _subscribe(self) -> None:
@@ -194,9 +202,7 @@ class PullFeed:
 
 def _is_passing(text: str) -> bool:
     """Whether a refusal only means: ask again."""
-    return any(
-        word in text for word in ("Leadership Change", "Server Shutdown", "Exceeded Max", "Batch Completed")
-    )
+    return any(word in text for word in ("Leadership Change", "Server Shutdown", "Batch Completed"))
 
 
 class PushFeed:
@@ -210,10 +216,13 @@ class PushFeed:
         self._subscription: Subscription | None = None
         self._lock = asyncio.Lock()
         self._woken = 0
+        self._heard = 0.0
         self.users = 0
 
     async def take(self, limit: int, timeout: float) -> list[NatsDelivery]:
         await self._subscribe()
+        if not self._messages:
+            await self._check()
         if not self._messages and timeout > 0:
             waiter, woken = _Arrivals(), self._woken
             self._waiters.append(waiter)
@@ -235,9 +244,24 @@ class PushFeed:
                     cb=self._on_message,
                 )
 
+    async def _check(self) -> None:
+        """A pull request to a consumer that is gone is refused; a push consumer only falls silent."""
+        now = asyncio.get_running_loop().time()
+        if self._heard and now - self._heard < _QUIET:
+            return
+        self._heard = now
+        consumer = self._consumer
+        try:
+            await self._connection.jetstream.consumer_info(consumer.stream, consumer.name)
+        except nats.js.errors.NotFoundError as error:
+            self._heard = 0.0
+            name = f"{consumer.stream}/{consumer.name}"
+            raise ConsumerGone(f"nats: consumer {name} is gone: {error.description}") from error
+
     async def _on_message(self, message: Msg) -> None:
+        self._heard = asyncio.get_running_loop().time()
         if message.reply.startswith(_ACK_PREFIX):
-            self._messages.append(NatsDelivery(message, asyncio.get_running_loop().time()))
+            self._messages.append(NatsDelivery(message, self._heard))
             if self._waiters:
                 self._waiters[0].ring()
             return
