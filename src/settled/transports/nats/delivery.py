@@ -31,6 +31,7 @@ class NatsDelivery(Delivery):
         self.headers = headers
         self.attempt = int(tokens[at + 2])
         self.lane = None
+        self.ordered = False
         self.settled = False
         self.handled = False
         self.reply = reply
