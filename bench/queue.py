@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 CLOCK = str(HERE / "wrk" / "clock.lua")
 LANES = 50
-BATCH = 10_000
+# Leases of this size on every partition: a server remembers 300,000 leased messages and looks up older ones.
+LEASED = 5_000
 IDLE_1 = "pop 1 auto-ack, 50 connections, 100,000 idle partitions beside"
 IDLE_100 = "pop 100 auto-ack, 10 connections, 100,000 idle partitions beside"
 GROUPS = "push 100, 10 connections, 10 groups on the queue"
@@ -194,7 +195,7 @@ class Bench:
     def ack(self, case: str, size: int, connections: int, rate: int) -> Row:
         """Ack what was popped before, `size` messages a request."""
         queue = fresh()
-        each = min(BATCH, max(size, round(rate * self.seconds / LANES / size) * size))
+        each = min(LEASED, max(size, round(rate * self.seconds / LANES / size) * size))
         self.fill(queue, each * LANES)
         lanes = [self.lease(queue, each) for _ in range(LANES)]
         each = min(map(len, lanes)) // size * size
