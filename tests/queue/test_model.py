@@ -7,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -194,6 +194,7 @@ def test_the_engine_does_what_the_in_memory_transport_does(both: type[Both]) -> 
             stateful_step_count=40,
             deadline=None,
             database=None,
+            phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -256,6 +256,23 @@ async def test_a_parked_message_that_is_out_can_be_acked_or_expire(engine: Engin
     assert await drain(engine, "q") == []
 
 
+@with_engines(2)
+async def test_a_parked_message_amid_newer_ones_is_acked_through_another_engine(
+    one: Engine, other: Engine
+) -> None:
+    await one.configure("q", {"retryDelay": 0, "retry": "parked", "retryLimit": 9})
+    await push(one, "q", *"abc")
+    first = await pop(one, "q")
+    await settle(one, first, "failed", "b")
+    await settle(one, first, "retry", "a", "c")
+    again = await pop(one, "q")
+    assert sorted(ids(again)) == ["a", "b", "c"]
+    (acked,) = await settle(other, again, "completed", "b")
+    assert (acked.success, acked.message) == (True, "acknowledged")
+    await settle(other, again, "completed", "a", "c")
+    assert await drain(one, "q") == []
+
+
 @with_engine
 async def test_retry_releases_a_message_without_counting_an_attempt(engine: Engine) -> None:
     await push(engine, "q", *"ab")

@@ -36,6 +36,7 @@ class Mark:
             self.kind != "ack"
             or self.seq < self.lease.base
             or self.seq >= self.lease.base + self.lease.length
+            or (bool(self.lease.parked) and self.seq in self.lease.parked)
         )
 
     def refuse(self, message: Any, error: str) -> None:

@@ -175,7 +175,13 @@ class Popper:
             return
         self._pending.append(ask)
         self._wake.set()
-        await ask.future
+        try:
+            await ask.future
+        except asyncio.CancelledError:
+            if not ask.future.cancelled() and ask.popped is not None:
+                # Answered, but the caller went away before it could hear of it.
+                self._abandoned(ask.popped)
+            raise
 
     async def claim_alone(self, ask: Ask) -> None:
         """Try once, sharing nothing with anybody."""
