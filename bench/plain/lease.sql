@@ -1,0 +1,3 @@
+update plain.message set leased_until = now() + interval '5 minutes' where id = any(array(
+    select id from plain.message where leased_until is null order by id limit $1 for update skip locked
+)) returning id, payload

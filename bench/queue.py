@@ -1,0 +1,319 @@
+"""How fast the queue is, measured with wrk, beside a plain one-row-per-message queue on the same Postgres.
+
+    python bench/queue.py                 every case, about three minutes
+    python bench/queue.py --only push1    some of them
+    python bench/queue.py --seconds 2     shorter runs
+
+wrk is not installed by this script: `apt-get install wrk` or `brew install wrk`.
+"""
+
+# ruff: noqa: E402 - the path is mended before anything else is imported
+from __future__ import annotations
+
+import sys
+
+# Run as a script, this directory comes first and this file would hide the standard library's `queue`.
+sys.path[:] = [entry for entry in sys.path if not entry.endswith("bench")]
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import urllib3
+
+from settled.queue.embedded import EmbeddedPostgres
+from settled.server.testing import running_server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+HERE = Path(__file__).parent
+LANES = 50
+GOALS = {
+    "push 1, 50 connections": 14_000, "push 1, 256 connections": 18_000, "push 100, 10 connections": 175_000,
+    "pop 100 auto-ack, 10 connections": 350_000, "pop 1 auto-ack, 50 connections": 18_000,
+    "ack 1, 50 connections": 18_000, "ack 1, 256 connections": 20_000, "ack 100, 10 connections": 200_000,
+    "pop 100 with lease, then ack 100, 10 connections": 100_000,
+}  # fmt: skip
+_RATE = re.compile(r"(?:messages|requests) (\d+) in (\d+) us")
+_P99 = re.compile(r"99%\s+([\d.]+)(us|ms|s)")
+_BAD = re.compile(r"Non-2xx or 3xx responses: (\d+)|refused (\d+)")
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    case: str
+    messages_per_second: float
+    p99_ms: float
+    bad: int = 0
+    memory_mib: float = 0
+    plain: float | None = None
+
+
+def wrk(url: str, script: str, connections: int, seconds: float, *args: str, per_request: int = 1) -> Row:
+    """Run wrk once."""
+    command = [
+        "wrk",
+        "-t1",
+        f"-c{connections}",
+        f"-d{seconds:g}s",
+        "--latency",
+        "-s",
+        str(HERE / "wrk" / script),
+        url,
+    ]
+    done = subprocess.run([*command, "--", *args], capture_output=True, text=True, check=False)
+    out = done.stdout
+    if done.returncode or "Requests/sec" not in out:
+        raise SystemExit(f"{' '.join(command)} failed:\n{out}{done.stderr}")
+    found = _RATE.search(out)
+    if found:
+        count, spent = int(found[1]), int(found[2]) / 1e6
+    else:
+        count, spent = int(re.search(r"(\d+) requests in ([\d.]+)s", out)[1]), seconds  # type: ignore[index]
+        spent = count / float(re.search(r"Requests/sec:\s+([\d.]+)", out)[1])  # type: ignore[index]
+    p99 = _P99.search(out)
+    scale = {"us": 0.001, "ms": 1.0, "s": 1000.0}
+    bad = _BAD.search(out)
+    return Row(
+        "",
+        count * per_request / spent,
+        float(p99[1]) * scale[p99[2]] if p99 else 0.0,
+        int(bad[1] or bad[2]) if bad else 0,
+    )
+
+
+class Bench:
+    """The cases, on one server and one plain queue."""
+
+    def __init__(self, url: str, plain: str, seconds: float, pid: int) -> None:
+        self.url = url
+        self.plain = plain
+        self.seconds = seconds
+        self.pid = pid
+        self.http = urllib3.PoolManager(maxsize=20)
+        self.temporary = tempfile.TemporaryDirectory()
+
+    def cases(self) -> dict[str, Callable[[], Row]]:
+        """Every case by its short name."""
+        return {
+            "push1": lambda: self.push("push 1, 50 connections", 1, 50),
+            "push1-256": lambda: self.push("push 1, 256 connections", 1, 256),
+            "push100": lambda: self.push("push 100, 10 connections", 100, 10),
+            "pop100": lambda: self.pop("pop 100 auto-ack, 10 connections", 100, 10, 400_000),
+            "pop1": lambda: self.pop("pop 1 auto-ack, 50 connections", 1, 50, 30_000),
+            "ack1": lambda: self.ack("ack 1, 50 connections", 1, 50, 30_000),
+            "ack1-256": lambda: self.ack("ack 1, 256 connections", 1, 256, 30_000),
+            "ack100": lambda: self.ack("ack 100, 10 connections", 100, 10, 300_000),
+            "cycle": lambda: self.cycle("pop 100 with lease, then ack 100, 10 connections"),
+        }
+
+    def measured(self, case: str, row: Row) -> Row:
+        """The row with its name and the server's memory."""
+        row.case = case
+        row.memory_mib = memory_mib(self.pid)
+        return row
+
+    def push(self, case: str, size: int, connections: int) -> Row:
+        """Push `size` messages a request."""
+        arguments = (fresh(), str(size), str(LANES), "t")
+        row = wrk(self.url, "push.lua", connections, self.seconds, *arguments, per_request=size)
+        arguments = (fresh(), str(size), str(LANES), fresh())
+        # The plain queue has another path; wrk's script takes it from the URL's first segment.
+        plain = wrk(self.plain, "push_plain.lua", connections, self.seconds, *arguments, per_request=size)
+        row.plain = plain.messages_per_second
+        return self.measured(case, row)
+
+    def pop(self, case: str, batch: int, connections: int, rate: int) -> Row:
+        """Pop with auto-ack until the time is up."""
+        queue = fresh()
+        self.fill(queue, round(rate * self.seconds * 1.3))
+        path = f"/api/v1/pop/queue/{queue}?batch={batch}&autoAck=true"
+        row = wrk(self.url, "pop.lua", connections, self.seconds, path)
+        self.fill_plain(min(200_000, round(rate / 4 * self.seconds)))
+        plain = wrk(self.plain, "pop.lua", connections, self.seconds, f"/pop?batch={batch}&autoAck=true")
+        row.plain = plain.messages_per_second
+        return self.measured(case, row)
+
+    def ack(self, case: str, size: int, connections: int, rate: int) -> Row:
+        """Ack what was popped before, `size` messages a request."""
+        queue = fresh()
+        each = max(size, round(rate * self.seconds / LANES / size) * size)
+        self.fill(queue, each * LANES, run=min(each, 100))
+        lanes = [self.lease(queue, each) for _ in range(LANES)]
+        file = Path(self.temporary.name) / "acks"
+        with file.open("wb") as out:
+            for start in range(0, each, size):
+                for messages in lanes:
+                    out.write(ack_body(messages[start : start + size], size) + b"\n")
+        path = "/api/v1/ack" if size == 1 else "/api/v1/ack/batch"
+        row = wrk(self.url, "lines.lua", connections, self.seconds * 3, path, str(file), per_request=size)
+        self.fill_plain(min(100_000, round(rate / 4 * self.seconds)))
+        ids = self.lease_plain(100_000)
+        file.write_text("".join(json.dumps(ids[i : i + size]) + "\n" for i in range(0, len(ids), size)))
+        plain = wrk(
+            self.plain, "lines.lua", connections, self.seconds * 3, "/ack", str(file), per_request=size
+        )
+        row.plain = plain.messages_per_second
+        return self.measured(case, row)
+
+    def cycle(self, case: str) -> Row:
+        """Pop under a lease, ack, again."""
+        queue = fresh()
+        self.fill(queue, round(130_000 * self.seconds))
+        row = wrk(self.url, "cycle.lua", 10, self.seconds, f"/api/v1/pop/queue/{queue}?batch=100")
+        return self.measured(case, row)
+
+    def fill(self, queue: str, count: int, run: int = 100) -> None:
+        """Push `count` messages over all lanes, `run` at a time."""
+        payload = {"pad": "x" * 90}
+        left = [count // LANES] * LANES
+        number = 0
+        while any(left):
+            for lane in range(LANES):
+                size = min(left[lane], run)
+                if not size:
+                    continue
+                left[lane] -= size
+                items = [
+                    {
+                        "queue": queue,
+                        "partition": f"p{lane}",
+                        "transactionId": f"f{number + i}",
+                        "payload": payload,
+                    }
+                    for i in range(size)
+                ]
+                number += size
+                answer = self.http.request(
+                    "POST", f"{self.url}/api/v1/push", body=json.dumps({"items": items})
+                )
+                if answer.status != 201:
+                    raise SystemExit(f"push failed: {answer.data!r}")
+
+    def lease(self, queue: str, count: int) -> list[dict[str, Any]]:
+        """Pop one lane under a lease."""
+        path = f"{self.url}/api/v1/pop/queue/{queue}?batch={count}"
+        messages: list[dict[str, Any]] = json.loads(self.http.request("GET", path).data)["messages"]
+        if len(messages) != count:
+            raise SystemExit(f"expected {count} messages under a lease, got {len(messages)}")
+        return messages
+
+    def fill_plain(self, count: int) -> None:
+        """Push to the plain queue."""
+        run = fresh()
+        for start in range(0, count, 1000):
+            items = [
+                {
+                    "queue": "q",
+                    "partition": f"p{i % LANES}",
+                    "transactionId": f"{run}{start + i}",
+                    "payload": "x" * 90,
+                }
+                for i in range(1000)
+            ]
+            self.http.request("POST", f"{self.plain}/push", body=json.dumps({"items": items}))
+
+    def lease_plain(self, count: int) -> list[int]:
+        """Lease everything of the plain queue."""
+        ids: list[int] = []
+        while len(ids) < count:
+            messages = json.loads(self.http.request("GET", f"{self.plain}/pop?batch=10000").data)["messages"]
+            if not messages:
+                break
+            ids += [int(m["transactionId"]) for m in messages]
+        return ids
+
+
+def ack_body(messages: list[dict[str, Any]], size: int) -> bytes:
+    """The body of an ack, or of a batch of them."""
+    keys = ("transactionId", "partitionId", "leaseId")
+    acks = [{key: message[key] for key in keys} for message in messages]
+    return json.dumps(acks[0] if size == 1 else {"acknowledgments": acks}).encode()
+
+
+def fresh() -> str:
+    """A name nobody has used."""
+    return uuid.uuid4().hex[:10]
+
+
+def memory_mib(pid: int) -> float:
+    """Resident memory of the server process and its children."""
+    with contextlib.suppress(OSError, ValueError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        pages = sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in (str(pid), *children))
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return 0.0
+
+
+@contextlib.contextmanager
+def plain_queue(dsn: str) -> Iterator[str]:
+    """The baseline, in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(HERE / "queue_baseline.py"), dsn], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def show(rows: list[Row]) -> str:
+    """The table, in Markdown."""
+    lines = ["| case | msg/s | goal | plain queue | p99 | memory |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        plain = "-" if row.plain is None else f"{row.plain:,.0f}"
+        bad = f" ({row.bad} refused)" if row.bad else ""
+        lines.append(
+            f"| {row.case} | {row.messages_per_second:,.0f}{bad} | {GOALS[row.case]:,} | {plain} "
+            f"| {row.p99_ms:.1f} ms | {row.memory_mib:.0f} MiB |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the cases and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", help="short names of cases")
+    parser.add_argument("--seconds", type=float, default=4)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--json", default="queue-results.json", help="where the figures go")
+    options = parser.parse_args()
+    if shutil.which("wrk") is None:
+        raise SystemExit("wrk is not installed: apt-get install wrk, or brew install wrk")
+    rows: list[Row] = []
+    with contextlib.ExitStack() as stack:
+        data = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        postgres = stack.enter_context(EmbeddedPostgres.start(data))
+        server = stack.enter_context(running_server(data=data, workers=options.workers))
+        bench = Bench(
+            server.url, stack.enter_context(plain_queue(postgres.dsn)), options.seconds, server.process.pid
+        )
+        chosen = bench.cases()
+        for name in options.only or chosen:
+            rows.append(chosen[name]())
+            print(show(rows[-1:]).splitlines()[-1], flush=True)
+            time.sleep(0.5)
+        bench.temporary.cleanup()
+    print("\n" + show(rows))
+    Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

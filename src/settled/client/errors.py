@@ -1,0 +1,41 @@
+"""What a client call can raise, each with what the server said."""
+
+from __future__ import annotations
+
+
+class ClientError(Exception):
+    """Base of everything the client raises."""
+
+
+class Unreachable(ClientError):
+    """No answer from the server after all retries."""
+
+
+class CircuitOpen(ClientError):
+    """Too many failures in a row: the server is left alone until `retry_after` seconds have passed."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(f"circuit breaker is open; next attempt in {retry_after:.1f} s")
+        self.retry_after = retry_after
+
+
+class Refused(ClientError):
+    """The server answered 4xx or 5xx; `status` and `body` say why."""
+
+    def __init__(self, status: int, error: str, body: object = None) -> None:
+        super().__init__(f"{error} (HTTP {status})")
+        self.status = status
+        self.error = error
+        self.body = body
+
+
+class Unsettled(Refused):
+    """An ack, nack or transaction was not applied: `invalid_lease` or `not_found` is in `message`."""
+
+    def __init__(self, status: int, error: str, message: str, body: object = None) -> None:
+        super().__init__(status, error, body)
+        self.message = message
+
+
+class InvalidPayload(ClientError):
+    """A message's payload is not of the type the queue was opened with."""

@@ -1,0 +1,203 @@
+"""What a client receives and sends: Message[T], results of pushes and acks, dead letters."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct
+
+from .errors import InvalidPayload
+
+T = TypeVar("T")
+
+
+class WireMessage(Struct, rename="camel", gc=False):
+    """A message as it is in the answer to a pop."""
+
+    id: str
+    transaction_id: str
+    partition_id: str
+    partition: str
+    created_at: str
+    data: Raw = Raw(b"null")
+    lease_id: str | None = None
+    consumer_group: str | None = None
+    trace_id: str | None = None
+    producer_sub: str | None = None
+    headers: dict[str, str] | None = None
+    retry_count: int = 0
+    queue: str | None = None
+
+
+class Popped(Struct, rename="camel"):
+    """The answer to a pop."""
+
+    messages: list[WireMessage] = []
+    queue: str | None = None
+
+
+class Message(Generic[T]):
+    """One message that was handed out; `data` is decoded to the queue's payload type at first use."""
+
+    __slots__ = ("_data", "_decoded", "_type", "_wire", "queue")
+
+    def __init__(self, wire: WireMessage, queue: str | None, payload: type[T]) -> None:
+        self._wire = wire
+        self._type = payload
+        self._decoded = False
+        self._data: Any = None
+        self.queue = queue
+
+    @property
+    def data(self) -> T:
+        """The payload; raises InvalidPayload if it is not what was promised."""
+        if not self._decoded:
+            try:
+                self._data = msgspec.json.decode(self._wire.data, type=self._type)
+            except msgspec.MsgspecError as error:
+                raise InvalidPayload(f"message {self.transaction_id!r} of {self.queue!r}: {error}") from error
+            self._decoded = True
+        return self._data  # type: ignore[no-any-return]
+
+    @property
+    def raw(self) -> bytes:
+        """The payload as JSON text."""
+        return bytes(self._wire.data)
+
+    @property
+    def id(self) -> str:
+        """The server's id of the message."""
+        return self._wire.id
+
+    @property
+    def transaction_id(self) -> str:
+        """The producer's id of the message, unique in its partition."""
+        return self._wire.transaction_id
+
+    @property
+    def partition_id(self) -> str:
+        """The id of the partition; every ack names it."""
+        return self._wire.partition_id
+
+    @property
+    def partition(self) -> str:
+        """The name of the partition."""
+        return self._wire.partition
+
+    @property
+    def lease_id(self) -> str | None:
+        """The lease this message is held under; None if it was acknowledged on delivery."""
+        return self._wire.lease_id or None
+
+    @property
+    def group(self) -> str | None:
+        """The consumer group it was handed to."""
+        return self._wire.consumer_group
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers it was pushed with."""
+        return self._wire.headers or {}
+
+    @property
+    def trace_id(self) -> str | None:
+        """The trace id it was pushed with."""
+        return self._wire.trace_id
+
+    @property
+    def attempt(self) -> int:
+        """Which delivery this is, counting from 1."""
+        return self._wire.retry_count + 1
+
+    @property
+    def created_at(self) -> datetime:
+        """When it was pushed."""
+        return datetime.fromisoformat(self._wire.created_at)
+
+    def __repr__(self) -> str:
+        return f"Message({self.queue!r}, {self.partition!r}, {self.transaction_id!r})"
+
+
+class Pushed(Struct, frozen=True):
+    """What became of one pushed message."""
+
+    status: str
+    transaction_id: str
+    message_id: str | None = None
+    partition_id: str | None = None
+    error: str | None = None
+
+
+class Settled(Struct, frozen=True, rename="camel"):
+    """What became of one ack: `message` is acknowledged, failed_retry, failed_dlq or released."""
+
+    transaction_id: str
+    success: bool
+    message: str = ""
+    error: str | None = None
+    lease_released: bool = False
+    dlq: bool = False
+
+
+class DeadLetter(Struct, frozen=True, rename="camel"):
+    """One dead letter, with its own copy of the data."""
+
+    id: str
+    message_id: str
+    partition_id: str
+    transaction_id: str
+    consumer_group: str
+    queue_name: str
+    partition: str
+    retry_count: int
+    original_created_at: datetime
+    moved_to_dlq_at: datetime
+    data: Any = None
+    error_message: str | None = None
+    headers: dict[str, str] | None = None
+
+
+class DeadLetters(Struct, frozen=True):
+    """One page of dead letters and how many there are in all."""
+
+    messages: list[DeadLetter]
+    total: int
+    limit: int
+    offset: int
+
+
+class Outgoing(Struct, rename="camel", omit_defaults=True):
+    """One message on its way to the server; it always has an id, so that a retry cannot push it twice."""
+
+    queue: str
+    payload: Raw
+    partition: str
+    transaction_id: str
+    headers: dict[str, str] | None = None
+    delay_seconds: float | None = None
+    trace_id: str | None = None
+
+
+def outgoing(
+    queue: str,
+    partition: str,
+    payload: object,
+    *,
+    transaction_id: str | None = None,
+    headers: dict[str, str] | None = None,
+    delay: float | None = None,
+    trace_id: str | None = None,
+) -> Outgoing:
+    """Encode a payload once, here, and give it an id if it has none."""
+    return Outgoing(
+        queue,
+        Raw(msgspec.json.encode(payload)),
+        partition,
+        transaction_id or str(uuid.uuid4()),
+        headers,
+        delay,
+        trace_id,
+    )

@@ -1,0 +1,414 @@
+"""Settling: acks of many callers become bits in one call a flush; what cannot be settled is taken out alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from asyncpg import BitString
+
+from settled.queue.db import Link
+from settled.queue.errors import BadRequest, Unavailable
+from settled.queue.types import AckItem, AckResult
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from settled.queue.activity import Activity
+    from settled.queue.cache import SegmentCache
+    from settled.queue.db import Clock
+    from settled.queue.lanes import Lane, Registry
+    from settled.queue.leases import Lease, Leases
+    from settled.queue.ready import ReadySets
+
+SETTLERS = 2
+KINDS = {"completed": "ack", "success": "ack", "failed": "failed", "dlq": "dlq", "retry": "retry"}
+SETTLE = f"select * from settle({', '.join(f'${i}' for i in range(1, 22))})"  # noqa: S608 - placeholders only
+ROUNDS = 50
+ERROR_LIMIT = 10_000
+_REVERSED = bytes(int(f"{i:08b}"[::-1], 2) for i in range(256))
+
+
+class Mark:
+    """One message to settle, found under its lease."""
+
+    __slots__ = ("delay", "error", "item", "kind", "lane", "lease", "result", "seq")
+
+    def __init__(self, item: AckItem, lane: Lane, lease: Lease, seq: int, kind: str) -> None:
+        self.item = item
+        self.lane = lane
+        self.lease = lease
+        self.seq = seq
+        self.kind = kind
+        self.error = item.error[:ERROR_LIMIT].replace("\0", "") if item.error else item.error
+        self.delay = item.delay
+        self.result: AckResult | None = None
+
+    @property
+    def single(self) -> bool:
+        """Whether it needs more than a bit."""
+        return (
+            self.kind != "ack"
+            or self.seq < self.lease.base
+            or self.seq >= self.lease.base + self.lease.length
+        )
+
+    def refuse(self, message: Any, error: str) -> None:
+        """Answer that it was not settled."""
+        self.result = AckResult(
+            self.item.transaction_id, False, message, error, self.lane.queue.name, self.lane.name
+        )
+
+
+class Settlement:
+    """One caller's marks; with `atomic` they are settled together or not at all."""
+
+    __slots__ = ("atomic", "future", "marks")
+
+    def __init__(self, marks: list[Mark], atomic: bool) -> None:
+        self.marks = marks
+        self.atomic = atomic
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def live(self) -> list[Mark]:
+        """What is still to be settled."""
+        if self.atomic and any(mark.result is not None for mark in self.marks):
+            return []
+        return [mark for mark in self.marks if mark.result is None]
+
+    def finish(self) -> None:
+        """Answer the caller; what an atomic call gave up because of another item says so."""
+        for mark in self.marks:
+            if mark.result is None:
+                mark.refuse("not_applied", "not settled because another item of the same call could not be")
+        if not self.future.done():
+            self.future.set_result(None)
+
+
+class Settler:
+    """Gathers settlements into calls."""
+
+    def __init__(
+        self,
+        dsn: str,
+        worker: str,
+        registry: Registry,
+        cache: SegmentCache,
+        ready: ReadySets,
+        leases: Leases,
+        clock: Clock,
+        activity: Activity,
+    ) -> None:
+        self._activity = activity
+        self._worker = worker
+        self._registry = registry
+        self._cache = cache
+        self._ready = ready
+        self._leases = leases
+        self._clock = clock
+        self._links = [Link(dsn) for _ in range(SETTLERS)]
+        self._pending: deque[Settlement] = deque()
+        self._out: set[tuple[int, int]] = set()
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.calls = 0
+        self.settled = 0
+
+    def start(self) -> None:
+        """Begin settling."""
+        self._tasks = [asyncio.create_task(self._run(link)) for link in self._links]
+
+    async def close(self) -> None:
+        """Settle what is waiting and stop."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.gather(*self._tasks)
+        for link in self._links:
+            await link.close()
+
+    async def settle(self, items: Sequence[AckItem], group: str, *, atomic: bool) -> list[AckResult]:
+        """Settle items and answer in their order."""
+        for _ in range(3):
+            results, marks = await self.find(items, group)
+            if marks and not (atomic and any(r is not None for r in results)):
+                if self._closing:
+                    raise Unavailable("the engine is closing")
+                settlement = Settlement([m for m in marks if m is not None], atomic)
+                self._pending.append(settlement)
+                self._wake.set()
+                await settlement.future
+            stale = [
+                m
+                for m in marks
+                if m is not None
+                and m.item.lease_id is None
+                and m.result is not None
+                and m.result.message == "invalid_lease"
+            ]
+            if not stale or (not atomic and len(stale) < len(items)):
+                break
+            # No lease id was given and the one we remembered is over: see who holds the lane now, and try again.
+        answers = []
+        for item, result, mark in zip(items, results, marks, strict=True):
+            if result is None and mark is not None and mark.result is None:
+                mark.refuse("not_applied", "not settled because another item of the same call could not be")
+            answer = result or (mark.result if mark is not None else None)
+            answers.append(answer or AckResult(item.transaction_id, False, "not_applied"))
+        return answers
+
+    async def find(
+        self, items: Sequence[AckItem], group: str
+    ) -> tuple[list[AckResult | None], list[Mark | None]]:
+        """Each item's message under its lease, or the answer that there is none."""
+        results: list[AckResult | None] = []
+        marks: list[Mark | None] = []
+        twice: set[tuple[str, int, int]] = set()
+        lanes, groups, known = self._registry.lanes_by_uid, self._registry.groups, self._leases.known
+        for item in items:
+            kind = KINDS.get(item.status)
+            if kind is None:
+                raise BadRequest("status", item.status, f"must be one of {', '.join(KINDS)}")
+            if item.delay is not None and not 0 <= item.delay <= 366 * 86_400:
+                raise BadRequest("delay", item.delay, "must be 0 s to a year")
+            lane = lanes.get(item.partition_id) or await self._registry.lane_by_uid(item.partition_id)
+            name = item.group or group
+            group_id = groups.get(name) or await self._registry.group(name)
+            if lane is None:
+                results.append(AckResult(item.transaction_id, False, "not_found", "Partition not found"))
+                marks.append(None)
+                continue
+            lease = known(item.lease_id or None, lane.id, group_id)
+            if lease is None:
+                lease = await self._leases.find(item.lease_id or None, lane.id, group_id, self._clock.now())
+            seq = lease.place(item.transaction_id) if lease is not None else None
+            if lease is not None and seq is not None:
+                place = (lease.id, lane.id, seq)
+                if place in twice:
+                    seq = None
+                twice.add(place)
+            if lease is None or seq is None:
+                why = (
+                    ("invalid_lease", "Invalid or expired lease")
+                    if lease is None
+                    else ("not_found", "Message not found")
+                )
+                queue, partition = lane.queue.name, lane.name
+                results.append(AckResult(item.transaction_id, False, why[0], why[1], queue, partition))  # type: ignore[arg-type]
+                marks.append(None)
+                continue
+            results.append(None)
+            marks.append(Mark(item, lane, lease, seq, kind))
+        return results, marks
+
+    async def _run(self, link: Link) -> None:
+        while True:
+            taken = self._take()
+            if not taken:
+                if self._closing and not self._pending:
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            keys = {(m.lease.lane_id, m.lease.group_id) for s in taken for m in s.marks}
+            self._out |= keys
+            try:
+                await self.apply(link, taken)
+                for settlement in taken:
+                    settlement.finish()
+            except Exception as error:  # the callers must hear of it, whatever it is
+                for settlement in taken:
+                    if not settlement.future.done():
+                        settlement.future.set_exception(error)
+            finally:
+                self._out -= keys
+                self._wake.set()
+
+    def _take(self) -> list[Settlement]:
+        """Settlements that touch different messages, on lanes no other call is working on."""
+        taken: list[Settlement] = []
+        touched: dict[tuple[str, int], set[int]] = {}
+        later: list[Settlement] = []
+        while self._pending and len(taken) < 2000:
+            settlement = self._pending.popleft()
+            if settlement.future.done():
+                continue
+            if _overlaps(settlement, touched, self._out):
+                later.append(settlement)
+            else:
+                taken.append(settlement)
+        self._pending.extendleft(reversed(later))
+        return taken
+
+    async def apply(self, link: Any, settlements: list[Settlement]) -> None:
+        """Settle; what cannot be settled is taken out and the rest tried again, until nothing is in the way."""
+        for _ in range(ROUNDS):
+            marks = [mark for settlement in settlements for mark in settlement.live()]
+            if not marks or await self._call(link, marks):
+                return
+        for settlement in settlements:  # nobody behaves like this; one by one they cannot hinder each other
+            while live := settlement.live():
+                if await self._call(link, live):
+                    break
+
+    async def _call(self, link: Any, marks: list[Mark]) -> bool:
+        """One call of settle(); False if something had to be taken out."""
+        ranges: dict[Lease, list[Mark]] = {}
+        singles: list[Mark] = []
+        for mark in marks:
+            if mark.single:
+                singles.append(mark)
+            else:
+                ranges.setdefault(mark.lease, []).append(mark)
+        singles.sort(key=lambda m: (m.lease.lane_id, m.lease.group_id, m.seq))
+        leases = sorted(ranges, key=lambda lease: (lease.lane_id, lease.group_id))
+        bits, firsts, lasts, counts, took = [], [], [], [], []
+        now = self._clock.now()
+        for lease in leases:
+            own = ranges[lease]
+            base, mask = lease.base, 0
+            if len(own) > 64:
+                flags = bytearray(lease.length)
+                for mark in own:
+                    flags[mark.seq - base] = 1
+                mask = int(bytes(flags[::-1]).translate(_DIGITS) or b"0", 2)
+            else:
+                for mark in own:
+                    mask |= 1 << (mark.seq - base)
+            raw = mask.to_bytes((lease.length + 7) // 8, "little").translate(_REVERSED)
+            bits.append(BitString.frombytes(raw, lease.length))
+            firsts.append(base + (mask & -mask).bit_length() - 1)
+            lasts.append(base + mask.bit_length() - 1)
+            counts.append(len(own))
+            took.append(max(0.0, now - lease.popped_at))
+        copies = [await self._copy(link, mark) for mark in singles]
+        rows = await link.fetch(
+            SETTLE,
+            self._worker,
+            [lease.lane_id for lease in leases],
+            [lease.group_id for lease in leases],
+            [lease.id for lease in leases],
+            bits,
+            firsts,
+            lasts,
+            counts,
+            took,
+            [m.lease.lane_id for m in singles],
+            [m.lease.group_id for m in singles],
+            [m.lease.id for m in singles],
+            [m.seq for m in singles],
+            [m.kind for m in singles],
+            [m.error for m in singles],
+            [m.delay for m in singles],
+            [c[0] for c in copies],
+            [c[1] for c in copies],
+            [c[2] for c in copies],
+            [c[3] for c in copies],
+            [c[4] for c in copies],
+        )
+        self.calls += 1
+        if any(row["status"] in _PROBLEMS for row in rows):
+            self._take_out(rows, leases, ranges, singles)
+            return False
+        self._answer(rows, ranges, singles)
+        return True
+
+    async def _copy(self, link: Any, mark: Mark) -> tuple[str, str, datetime, bytes, bytes]:
+        """What a dead letter keeps of a message."""
+        if mark.kind in ("ack", "retry"):
+            return _NOTHING
+        segment = await self._cache.message(link, mark.lease.lane_id, mark.seq)
+        if segment is None:  # removed by retention meanwhile: there is nothing left to keep
+            return (_NOTHING[0], mark.item.transaction_id, _NOTHING[2], b"", b"null")
+        at = mark.seq - segment.first_seq
+        created = datetime.fromtimestamp(segment.created(at) / 1e6, UTC)
+        return segment.id(at), segment.tx(at), created, segment.header(at), segment.payload(at)
+
+    def _take_out(
+        self, rows: list[Any], leases: list[Lease], ranges: dict[Lease, list[Mark]], singles: list[Mark]
+    ) -> None:
+        for row in rows:
+            match row["status"]:
+                case "bad_lease":
+                    self._leases.drop(leases[row["item"]])
+                    for mark in ranges[leases[row["item"]]]:
+                        mark.refuse("invalid_lease", "Invalid or expired lease")
+                case "answered":
+                    lease, already = leases[row["item"]], row["bits"]
+                    taken = already.to_int()
+                    for mark in ranges[lease]:
+                        if taken >> (len(already) - 1 - (mark.seq - lease.base)) & 1:
+                            mark.refuse("not_found", "Message already settled")
+                case "bad_lease_single":
+                    self._leases.drop(singles[row["item"]].lease)
+                    singles[row["item"]].refuse("invalid_lease", "Invalid or expired lease")
+                case "answered_single":
+                    singles[row["item"]].refuse("not_found", "Message already settled")
+
+    def _answer(self, rows: list[Any], ranges: dict[Lease, list[Mark]], singles: list[Mark]) -> None:
+        released: set[tuple[int, int]] = set()
+        outcomes: dict[int, tuple[str, int]] = {}
+        for row in rows:
+            if row["status"] == "single":
+                outcomes[row["item"]] = (row["outcome"], row["attempts"])
+                continue
+            key = (row["lane_id"], row["group_id"])
+            if row["status"] == "released":
+                released.add(key)
+                lane = self._registry.lanes_by_id.get(row["lane_id"])
+                if lane is not None and row["pending"]:
+                    due = row["due"].timestamp() if row["due"] is not None else None
+                    self._ready.released(lane.queue.id, lane.id, row["group_id"], due)
+                    self._activity.ring()
+                    if due is not None:
+                        self._activity.look()
+                elif lane is not None:
+                    self._ready.freed(lane.queue.id, lane.id, row["group_id"])
+        for lease, marks in ranges.items():
+            free = (lease.lane_id, lease.group_id) in released
+            queue, partition = marks[0].lane.queue.name, marks[0].lane.name
+            for mark in marks:
+                mark.result = AckResult(
+                    mark.item.transaction_id, True, "acknowledged", None, queue, partition, free
+                )
+            self.settled += len(marks)
+        for at, mark in enumerate(singles):
+            outcome, attempts = outcomes[at]
+            free = (mark.lease.lane_id, mark.lease.group_id) in released
+            mark.result = AckResult(
+                mark.item.transaction_id, True, outcome, None, mark.lane.queue.name, mark.lane.name, free,  # type: ignore[arg-type]
+                outcome == "failed_dlq", attempts,
+            )  # fmt: skip
+            self.settled += 1
+        for lease in {*ranges, *(mark.lease for mark in singles)}:
+            if (lease.lane_id, lease.group_id) in released:
+                self._leases.drop(lease)
+
+
+_PROBLEMS = {"bad_lease", "answered", "bad_lease_single", "answered_single"}
+_NOTHING = ("00000000-0000-0000-0000-000000000000", "", datetime(1970, 1, 1, tzinfo=UTC), b"", b"")
+_DIGITS = bytes([48, 49]) + bytes(254)
+
+
+def _overlaps(
+    settlement: Settlement, touched: dict[tuple[str, int], set[int]], out: set[tuple[int, int]]
+) -> bool:
+    """Whether it touches a message that this flush settles already, or a lane another call works on."""
+    own: dict[tuple[str, int], set[int]] = {}
+    last: Lease | None = None
+    seqs: set[int] = set()
+    for mark in settlement.marks:
+        lease = mark.lease
+        if lease is not last:
+            if (lease.lane_id, lease.group_id) in out:
+                return True
+            last = lease
+            seqs = own.setdefault((lease.id, lease.lane_id), set())
+        seqs.add(mark.seq)
+    if any(not seqs.isdisjoint(touched.get(key, ())) for key, seqs in own.items()):
+        return True
+    for key, seqs in own.items():
+        touched.setdefault(key, set()).update(seqs)
+    return False

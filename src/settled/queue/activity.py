@@ -1,0 +1,170 @@
+"""News between workers: each reads what the others did, when the bell rings and before it says "empty"."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from settled.queue.db import Link, sql
+from settled.queue.errors import Unavailable
+
+if TYPE_CHECKING:
+    from settled.queue.db import Clock
+    from settled.queue.lanes import Registry
+    from settled.queue.ready import ReadySets
+
+log = logging.getLogger("settled.queue")
+CHANNEL = "settled"
+RING_EVERY = 0.004
+LOOK_EVERY = 1.0
+
+
+class Activity:
+    """Reads others' activity and rings for ours.
+
+    Rows become visible in another order than they were written. So each read starts at the oldest transaction
+    that was still open at the read before, and what was seen already is skipped: nothing is missed, and a
+    rolled-back transaction holds nobody up.
+    """
+
+    def __init__(self, dsn: str, worker: str, registry: Registry, ready: ReadySets, clock: Clock) -> None:
+        self._worker = worker
+        self._registry = registry
+        self._ready = ready
+        self._clock = clock
+        self._reader = Link(dsn)
+        self._listener = Link(dsn)
+        self._bell = Link(dsn, synchronous_commit="off")
+        self._horizon: str | None = None
+        self._seen: set[tuple[str, str]] = set()
+        self._reading: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
+        self._lost = False
+        self._rung = asyncio.Event()
+        self._tick = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._listening: Any = None
+
+    async def start(self) -> None:
+        """Begin listening."""
+        await self.read()
+        await self._listen()
+        self._tasks = [asyncio.create_task(task()) for task in (self._ring, self._timers, self._watch)]
+
+    async def close(self) -> None:
+        """Stop."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in (self._reader, self._listener, self._bell):
+            await link.close()
+
+    def ring(self) -> None:
+        """Tell the others that there is something to read; rings are gathered for a few milliseconds."""
+        self._rung.set()
+
+    def look(self) -> None:
+        """The next due time may have changed."""
+        self._tick.set()
+
+    async def read(self) -> None:
+        """Take over the others' news up to now; callers share a read that began after they asked."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._after(self._reading))
+        await asyncio.shield(self._next)
+
+    async def _after(self, running: asyncio.Task[None] | None) -> None:
+        if running is not None:
+            await asyncio.wait([running])
+        self._reading, self._next = self._next, None
+        try:
+            rows = await self._reader.fetch(sql("activity"), self._horizon, self._worker)
+        except Unavailable:
+            self._horizon, self._seen, self._lost = None, set(), True
+            raise
+        self._horizon = rows[0]["horizon"]
+        fresh = [r for r in rows if r["kind"] is not None]
+        news = [r for r in fresh if (r["xid"], r["place"]) not in self._seen]
+        self._seen = {(r["xid"], r["place"]) for r in fresh}
+        if self._lost:  # nobody knows what happened meanwhile: look everywhere
+            self._lost = False
+            self._ready.reset()
+        await self._apply(news)
+
+    async def _apply(self, rows: list[Any]) -> None:
+        for row in rows:
+            match row["kind"]:
+                case "push":
+                    queues, lanes = row["queues"], row["lanes"]
+                    if any(q not in self._registry.queues_by_id for q in queues):
+                        self._registry.announce()
+                    self._ready.pushed((q, lane, 1) for q, lane in zip(queues, lanes, strict=True))
+                case "release":
+                    for queue, lane, group, until in zip(
+                        row["queues"], row["lanes"], row["groups"], row["until"], strict=True
+                    ):
+                        self._ready.released(queue, lane, group, until.timestamp() if until else None)
+                case "config":
+                    await self._registry.refresh(row["queues"])
+                    self._registry.announce()
+                case "reset":
+                    for queue in row["queues"]:
+                        for key in [k for k in self._ready.sets if k[0] == queue]:
+                            self._ready.drop(key)
+        if rows:
+            self.look()
+
+    async def _listen(self) -> None:
+        connection = await self._listener.get()
+        if connection is not self._listening:
+            await connection.add_listener(CHANNEL, self._heard)
+            self._listening = connection
+
+    def _heard(self, _connection: Any, _pid: int, _channel: str, payload: object) -> None:
+        if payload != self._worker:
+            task = asyncio.ensure_future(self.read())
+            task.add_done_callback(_ignore)
+
+    async def _ring(self) -> None:
+        while True:
+            await self._rung.wait()
+            self._rung.clear()
+            try:
+                await self._bell.fetch("select pg_notify($1, $2)", CHANNEL, self._worker)
+            except Unavailable:
+                await asyncio.sleep(0.2)
+            await asyncio.sleep(RING_EVERY)
+
+    async def _timers(self) -> None:
+        while True:
+            self._tick.clear()
+            soonest = self._ready.tick()
+            pause = (
+                LOOK_EVERY if soonest is None else min(LOOK_EVERY, max(0.001, soonest - self._clock.now()))
+            )
+            try:
+                await asyncio.wait_for(self._tick.wait(), pause)
+            except TimeoutError:
+                continue
+
+    async def _watch(self) -> None:
+        """Look once a second even if no bell was heard, and listen again after an outage."""
+        down = False
+        while True:
+            await asyncio.sleep(LOOK_EVERY if not down else 0.25)
+            try:
+                await self._listen()
+                await self.read()
+                if down:
+                    log.info("the queue's database is back")
+                    down = False
+            except Unavailable as error:
+                if not down:
+                    log.warning("%s", error)
+                down = True
+
+
+def _ignore(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()

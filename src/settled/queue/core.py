@@ -1,0 +1,84 @@
+"""The parts of an engine, put together once and shared by all its operations."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any, Self
+
+from settled.queue.ack import Settler
+from settled.queue.activity import Activity
+from settled.queue.cache import SegmentCache
+from settled.queue.db import Clock, Pool, migrate
+from settled.queue.lanes import Registry
+from settled.queue.leases import Leases
+from settled.queue.poll import Poller
+from settled.queue.pop import Popper
+from settled.queue.push import Pusher
+from settled.queue.ready import ReadySets
+
+if TYPE_CHECKING:
+    from settled.queue.lanes import Lane
+
+log = logging.getLogger("settled.queue")
+POOL = 4
+
+
+class Core:
+    """Connections, caches, batchers and background tasks of one engine."""
+
+    def __init__(self, dsn: str, worker: str | None) -> None:
+        self.dsn = dsn
+        self.worker = worker or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+        self.pool = Pool(dsn, POOL)
+        self.clock = Clock()
+        self.cache = SegmentCache()
+        self.registry = Registry(self.pool)
+        self.ready = ReadySets(self.pool, self.clock)
+        self.leases = Leases(self.pool, self.cache)
+        self.activity = Activity(dsn, self.worker, self.registry, self.ready, self.clock)
+        self.pusher = Pusher(dsn, self.worker, self.registry, self.cache, self.appended)
+        self.popper = Popper(
+            dsn, self.worker, self.registry, self.cache, self.ready, self.leases, self.activity, self.clock
+        )
+        self.poller = Poller(self.pool, self.registry, self.ready, self.popper, self.activity, self.clock)
+        self.settler = Settler(
+            dsn, self.worker, self.registry, self.cache, self.ready, self.leases, self.clock, self.activity
+        )
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    @classmethod
+    async def open(cls, dsn: str, worker: str | None) -> Self:
+        """Connect, migrate and start."""
+        await migrate(dsn)
+        core = cls(dsn, worker)
+        await core.clock.sync(core.pool)
+        await core.activity.start()
+        core.pusher.start()
+        core.popper.start()
+        core.settler.start()
+        return core
+
+    def spawn(self, work: Any) -> None:
+        """Run background work until the engine closes."""
+        self._tasks.append(asyncio.create_task(work))
+
+    async def close(self) -> None:
+        """Answer what is in flight, then stop everything."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.pusher.close()
+        await self.popper.close()
+        await self.settler.close()
+        await self.activity.close()
+        await self.pool.close()
+
+    def appended(self, lanes: list[tuple[Lane, int]]) -> None:
+        """Messages are on disk: tell who waits, here and elsewhere."""
+        if lanes:
+            self.ready.pushed((lane.queue.id, lane.id, count) for lane, count in lanes)
+            self.activity.ring()

@@ -1,0 +1,204 @@
+"""Connections to Postgres that come back after an outage, and the schema brought up to date."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from settled.queue.errors import QueueError, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SCHEMA = "settled"
+MIGRATION_LOCK = 0x5E771ED
+
+_GONE = (
+    OSError,
+    asyncio.TimeoutError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    asyncpg.exceptions.OperatorInterventionError,
+    asyncpg.exceptions.InsufficientResourcesError,
+    asyncpg.exceptions.InvalidCatalogNameError,
+)
+
+
+def sql(name: str) -> str:
+    """A named statement of schema/queries.sql."""
+    return _QUERIES[name]
+
+
+def _load_queries() -> dict[str, str]:
+    text = resources.files("settled.queue").joinpath("schema", "queries.sql").read_text()
+    parts = re.split(r"^-- name: (\w+)\n", text, flags=re.M)[1:]
+    return {name: body.strip().rstrip(";") for name, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+_QUERIES = _load_queries()
+
+
+async def connect(dsn: str, **settings: str) -> asyncpg.Connection:
+    """One connection with our schema on its path."""
+    own = {"search_path": SCHEMA, "timezone": "UTC", "application_name": "settled", "jit": "off", **settings}
+    return await asyncpg.connect(dsn, server_settings=own, timeout=10, command_timeout=60)
+
+
+class Link:
+    """A dedicated connection that is opened when it is needed, and again after it was lost."""
+
+    def __init__(self, dsn: str, **settings: str) -> None:
+        self._dsn = dsn
+        self._settings = settings
+        self._connection: asyncpg.Connection | None = None
+
+    async def get(self) -> asyncpg.Connection:
+        """The open connection; Unavailable if there can be none now."""
+        if self._connection is None or self._connection.is_closed():
+            try:
+                self._connection = await connect(self._dsn, **self._settings)
+            except _GONE as error:
+                raise Unavailable(str(error) or type(error).__name__) from error
+        return self._connection
+
+    async def fetch(self, query: str, *args: Any) -> list[Any]:
+        """Run one statement; Unavailable if the connection is lost, whatever became of the statement."""
+        connection = await self.get()
+        try:
+            return await connection.fetch(query, *args)
+        except _GONE as error:
+            self.drop()
+            raise Unavailable(str(error) or type(error).__name__) from error
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[asyncpg.Connection]:
+        """A transaction on this connection."""
+        connection = await self.get()
+        try:
+            async with connection.transaction():
+                yield connection
+        except _GONE as error:
+            self.drop()
+            raise Unavailable(str(error) or type(error).__name__) from error
+
+    def drop(self) -> None:
+        """Forget the connection; the next use opens another."""
+        if self._connection is not None:
+            self._connection.terminate()
+            self._connection = None
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            try:
+                await connection.close(timeout=2)
+            except (*_GONE, asyncio.CancelledError):
+                connection.terminate()
+
+
+class Pool:
+    """A few links for whatever is not the hot path."""
+
+    def __init__(self, dsn: str, size: int) -> None:
+        self._links = [Link(dsn) for _ in range(size)]
+        self._free: asyncio.LifoQueue[Link] = asyncio.LifoQueue()
+        for link in self._links:
+            self._free.put_nowait(link)
+
+    @asynccontextmanager
+    async def link(self) -> AsyncIterator[Link]:
+        """Borrow a link."""
+        try:
+            link = await asyncio.wait_for(self._free.get(), 15)
+        except TimeoutError:
+            raise Unavailable("all connections are busy") from None
+        try:
+            yield link
+        except asyncio.CancelledError:
+            link.drop()  # a statement may still be running on it
+            raise
+        finally:
+            self._free.put_nowait(link)
+
+    async def fetch(self, query: str, *args: Any) -> list[Any]:
+        """Run one statement."""
+        async with self.link() as link:
+            return await link.fetch(query, *args)
+
+    async def fetchrow(self, query: str, *args: Any) -> Any:
+        """Run one statement and answer its first row, or None."""
+        rows = await self.fetch(query, *args)
+        return rows[0] if rows else None
+
+    async def fetchval(self, query: str, *args: Any) -> Any:
+        """Run one statement and answer its first value, or None."""
+        rows = await self.fetch(query, *args)
+        return rows[0][0] if rows else None
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[asyncpg.Connection]:
+        """A transaction on a borrowed link."""
+        async with self.link() as link, link.transaction() as connection:
+            yield connection
+
+    async def close(self) -> None:
+        """Disconnect all."""
+        for link in self._links:
+            await link.close()
+
+
+class Clock:
+    """The database's clock as seen from here."""
+
+    def __init__(self) -> None:
+        self.offset = 0.0
+
+    def now(self) -> float:
+        """The database's time, in seconds since 1970."""
+        return time.time() + self.offset
+
+    async def sync(self, pool: Pool) -> None:
+        """Measure the difference again."""
+        before = time.time()
+        there = await pool.fetchval("select extract(epoch from clock_timestamp())::float8")
+        self.offset = there - (before + time.time()) / 2
+
+
+async def migrate(dsn: str) -> None:
+    """Apply missing migrations, one starter at a time; refuse a schema newer than this program."""
+    folder = resources.files("settled.queue").joinpath("schema")
+    steps = sorted((f for f in folder.iterdir() if re.match(r"\d{3}_.*\.sql$", f.name)), key=lambda f: f.name)
+    try:
+        connection = await connect(dsn)
+    except _GONE as error:
+        raise Unavailable(str(error) or type(error).__name__) from error
+    try:
+        await connection.fetch("select pg_advisory_lock($1)", MIGRATION_LOCK)
+        await connection.execute(f"create schema if not exists {SCHEMA}")
+        await connection.execute(
+            "create table if not exists migration (id int primary key, name text, at timestamptz default now())"
+        )
+        done = {row["id"] for row in await connection.fetch("select id from migration")}
+        newest = int(steps[-1].name[:3])
+        if done and max(done) > newest:
+            raise QueueError(
+                f"the database's queue schema is at version {max(done)}, this program knows {newest}: upgrade settled"
+            )
+        for step in steps:
+            number = int(step.name[:3])
+            if number not in done:
+                async with connection.transaction():
+                    await connection.execute(step.read_text())
+                    await connection.fetch(
+                        "insert into migration (id, name) values ($1, $2)", number, step.name
+                    )
+    finally:
+        await connection.close()

@@ -1,0 +1,127 @@
+"""Which transaction ids a lane has seen: hashes in memory, twelve bytes an id; callers verify each hit."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+FRESH_LIMIT = 4096
+FEW = 12
+_WIRE = np.dtype([("length", ">i4"), ("value", ">i8")])
+_WIRE_HEADER = 20
+
+
+def fingerprint(tx: bytes) -> int:
+    """The 64-bit hash of a transaction id as Postgres stores it; 0 is kept for "has none"."""
+    value = xxhash.xxh3_64_intdigest(tx)
+    return (value - 2**64 if value >= 2**63 else value) or 1
+
+
+class _Run:
+    """Sorted hashes with their sequence numbers, as offsets from the smallest one."""
+
+    __slots__ = ("base", "keys", "seqs", "view")
+
+    def __init__(self, keys: NDArray[np.int64], seqs: NDArray[np.int64]) -> None:
+        order = np.argsort(keys, kind="stable")
+        self.keys = keys[order]
+        self.base = int(seqs.min())
+        self.seqs = (seqs[order] - self.base).astype(np.uint32)
+        self.view = memoryview(self.keys)  # type: ignore[arg-type]
+
+    def merge(self, other: _Run) -> _Run:
+        seqs = np.concatenate((self.seqs + np.int64(self.base), other.seqs + np.int64(other.base)))
+        return _Run(np.concatenate((self.keys, other.keys)), seqs)
+
+    def find(self, key: int) -> list[int]:
+        at = bisect_left(self.view, key)
+        found = []
+        while at < len(self.view) and self.view[at] == key:
+            found.append(self.base + int(self.seqs[at]))
+            at += 1
+        return found
+
+    def any_of(self, keys: NDArray[np.int64]) -> bool:
+        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        return bool((self.keys[at] == keys).any())
+
+
+class Remembered:
+    """The ids of one lane, up to and without sequence number `known` (-1: not read yet)."""
+
+    __slots__ = ("_fresh", "_runs", "known", "size")
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Start over; the ids must be read again before the next push."""
+        self.known = -1
+        self.size = 0
+        self._fresh: dict[int, int | list[int]] = {}
+        self._runs: list[_Run] = []
+
+    def add(self, first_seq: int, hashes: Sequence[int]) -> None:
+        """Remember the ids of a segment."""
+        fresh = self._fresh
+        for seq, key in enumerate(hashes, first_seq):
+            if key:
+                before = fresh.setdefault(key, seq)
+                if before != seq:  # two ids with one hash: keep both
+                    fresh[key] = [*before, seq] if isinstance(before, list) else [before, seq]
+        self.size += len(hashes)
+        if len(fresh) > FRESH_LIMIT:
+            self._pack()
+
+    def load(self, segments: Iterable[tuple[int, bytes]], known: int) -> None:
+        """Take over a lane's stored hashes, as (first_seq, binary form of bigint[])."""
+        self.forget()
+        keys, seqs = [], []
+        for first_seq, raw in segments:
+            values = np.frombuffer(raw, _WIRE, offset=_WIRE_HEADER)["value"].astype(np.int64)
+            keys.append(values)
+            seqs.append(np.arange(first_seq, first_seq + len(values), dtype=np.int64))
+        if keys:
+            key, seq = np.concatenate(keys), np.concatenate(seqs)
+            real = key != 0
+            if real.any():
+                self._runs = [_Run(key[real], seq[real])]
+                self.size = int(real.sum())
+        self.known = known
+
+    def suspects(self, hashes: Sequence[int]) -> dict[int, list[int]]:
+        """Sequence numbers with one of these hashes, by hash; nearly always empty."""
+        found: dict[int, list[int]] = {}
+        fresh = self._fresh
+        for key in hashes:
+            if key and key in fresh:
+                before = fresh[key]
+                found[key] = list(before) if isinstance(before, list) else [before]
+        if self._runs:
+            if len(hashes) > FEW:
+                array = np.array(hashes, dtype=np.int64)
+                runs = [run for run in self._runs if run.any_of(array)]
+            else:
+                runs = self._runs
+            for run in runs:
+                for key in hashes:
+                    if key and (seqs := run.find(key)):
+                        found[key] = found.get(key, []) + [s for s in seqs if s not in found.get(key, ())]
+        return found
+
+    def _pack(self) -> None:
+        pairs = [(k, s) for k, v in self._fresh.items() for s in (v if isinstance(v, list) else (v,))]
+        array = np.array(pairs, dtype=np.int64)
+        run = _Run(array[:, 0], array[:, 1])
+        self._fresh = {}
+        while self._runs and len(self._runs[-1].keys) < 2 * len(run.keys):
+            run = self._runs.pop().merge(run)
+        self._runs.append(run)

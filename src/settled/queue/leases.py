@@ -1,0 +1,135 @@
+"""Leases: ids that name their lane and group, and what this worker remembers of those that are out."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from settled.queue.db import sql
+
+if TYPE_CHECKING:
+    from settled.queue.cache import SegmentCache
+    from settled.queue.db import Pool
+    from settled.queue.popped import Piece
+
+LANE_BITS, GROUP_BITS = 40, 20
+REMEMBERED = 20_000
+REMEMBERED_MESSAGES = 1_000_000
+
+
+def new_lease(lane_id: int, group_id: int, *, wide: bool) -> str:
+    """A lease id, a UUIDv8: 40 bits lane, 20 bits group, 1 bit "covers other lanes too", 61 random bits."""
+    random = int.from_bytes(os.urandom(8), "big") & (2**61 - 1)
+    high = lane_id << 24 | (group_id >> 12) << 16 | 0x8000 | group_id & 0xFFF
+    return str(UUID(int=high << 64 | 0b10 << 62 | wide << 61 | random))
+
+
+def read_lease(lease_id: str) -> tuple[int, int, bool] | None:
+    """(lane, group, covers other lanes too) of a lease id, or None if it is not one of ours."""
+    try:
+        number = UUID(lease_id).int
+    except (ValueError, AttributeError, TypeError):
+        return None
+    high = number >> 64
+    if high >> 12 & 0xF != 8:
+        return None
+    return high >> 24, (high >> 16 & 0xFF) << 12 | high & 0xFFF, bool(number >> 61 & 1)
+
+
+class Lease:
+    """One lane's part of a lease: where its range begins, its length, and which message is where."""
+
+    __slots__ = ("_index", "_pieces", "base", "group_id", "id", "lane_id", "length", "parked", "popped_at")
+
+    def __init__(
+        self,
+        lease_id: str,
+        lane_id: int,
+        group_id: int,
+        base: int,
+        length: int,
+        parked: list[int],
+        pieces: list[Piece],
+        popped_at: float,
+    ) -> None:
+        self.id = lease_id
+        self.lane_id = lane_id
+        self.group_id = group_id
+        self.base = base
+        self.length = length
+        self.parked = parked
+        self.popped_at = popped_at
+        self._pieces: list[Piece] | None = pieces
+        self._index: dict[str, int] = {}
+
+    def place(self, transaction_id: str) -> int | None:
+        """The sequence number of a message under this lease, or None."""
+        if self._pieces is not None:
+            for piece in self._pieces:
+                txs, first = piece.segment.txs(), piece.segment.first_seq
+                for offset in piece.offsets:
+                    self._index[txs[offset]] = first + offset
+            self._pieces = None
+        return self._index.get(transaction_id)
+
+
+class Leases:
+    """The leases this worker handed out or had to look up, the most recent ones."""
+
+    def __init__(self, pool: Pool, cache: SegmentCache) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._known: OrderedDict[tuple[str, int], Lease] = OrderedDict()
+        self._messages = 0
+        self.current: dict[tuple[int, int], str] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def put(self, lease: Lease) -> None:
+        """Remember a lease; the oldest of many are forgotten, and looked up if they are needed."""
+        self._known[(lease.id, lease.lane_id)] = lease
+        self.current[(lease.lane_id, lease.group_id)] = lease.id
+        self._messages += lease.length
+        while len(self._known) > REMEMBERED or (
+            self._messages > REMEMBERED_MESSAGES and len(self._known) > 1
+        ):
+            self.drop(next(iter(self._known.values())))
+
+    def drop(self, lease: Lease) -> None:
+        """Forget a lease that is over."""
+        if self._known.pop((lease.id, lease.lane_id), None) is not None:
+            self._messages -= lease.length
+        if self.current.get((lease.lane_id, lease.group_id)) == lease.id:
+            del self.current[(lease.lane_id, lease.group_id)]
+
+    def drop_older(self, popped_before: float) -> None:
+        """Forget leases nobody settled for long."""
+        for lease in [held for held in self._known.values() if held.popped_at < popped_before]:
+            self.drop(lease)
+
+    def known(self, lease_id: str | None, lane_id: int, group_id: int) -> Lease | None:
+        """A lease as this worker remembers it; without an id, the last it saw on that lane for that group."""
+        lease = self._known.get((lease_id or self.current.get((lane_id, group_id), ""), lane_id))
+        return lease if lease is not None and lease.group_id == group_id else None
+
+    async def find(self, lease_id: str | None, lane_id: int, group_id: int, now: float) -> Lease | None:
+        """A valid lease as the database has it, or None; without an id, whichever holds the lane."""
+        row: Any = await self._pool.fetchrow(sql("lease_row"), lane_id, group_id)
+        if row is None or row["lease"] is None or not row["valid"]:
+            return None
+        if lease_id is not None and str(row["lease"]) != lease_id:
+            return None
+        from settled.queue.pop import cut  # pop imports this module
+
+        ranges = [(lane_id, row["base"], row["batch_end"])]
+        parked = sorted(row["parked_out"])
+        ranges += [(lane_id, seq, seq + 1) for seq in parked]
+        segments = (await self._cache.load(self._pool, ranges))[lane_id]
+        pieces = cut(segments, row["base"], row["batch_end"], None, parked)
+        length = row["batch_end"] - row["base"]
+        lease = Lease(str(row["lease"]), lane_id, group_id, row["base"], length, parked, pieces, now)
+        self.put(lease)
+        return lease

@@ -1,0 +1,88 @@
+"""A queue's options: names and defaults of the API, checked in one place."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from settled.queue.errors import BadRequest
+
+DAY = 86_400
+YEAR = 366 * DAY
+INT_MAX = 2**31 - 1
+
+RANGES: dict[str, tuple[int, int]] = {
+    "leaseTime": (1, DAY),
+    "retryLimit": (0, 1_000_000),
+    "retryDelay": (0, YEAR * 1000),
+    "priority": (-INT_MAX, INT_MAX),
+    "maxSize": (0, 2**53),
+    "ttl": (0, INT_MAX),
+    "delayedProcessing": (0, YEAR),
+    "windowBuffer": (0, YEAR),
+    "retentionSeconds": (0, INT_MAX),
+    "completedRetentionSeconds": (0, INT_MAX),
+    "maxWaitTimeSeconds": (0, YEAR),
+    "dedupWindowSeconds": (0, INT_MAX),
+}
+UNITS = {"retryDelay": " ms", "retryLimit": "", "priority": "", "maxSize": " messages"}
+
+
+class QueueOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Everything a queue can be told; times in seconds, `retry_delay` in milliseconds.
+
+    A failed message comes again after `retry_delay`, doubled for each further attempt; after `retry_limit`
+    failures it is dead-lettered. `retry` says what it does to its partition meanwhile: `in_order` holds the
+    partition, `parked` lets it go on. `ttl`, `dead_letter_queue` and `dlq_after_max_retries` are kept for
+    compatibility: exhausted messages always go to the dead letters, so that nothing is lost.
+    """
+
+    lease_time: int = 300
+    retry_limit: int = 3
+    retry_delay: int = 1000
+    retry: Literal["in_order", "parked"] = "in_order"
+    priority: int = 0
+    max_size: int = 0
+    ttl: int = 3600
+    dead_letter_queue: bool = False
+    dlq_after_max_retries: bool = False
+    delayed_processing: int = 0
+    window_buffer: int = 0
+    retention_seconds: int = 0
+    completed_retention_seconds: int = 0
+    retention_enabled: bool = False
+    encryption_enabled: bool = False
+    max_wait_time_seconds: int = 0
+    dedup_window_seconds: int = 7 * DAY
+
+    def to_json(self) -> bytes:
+        """The options as JSON with the API's names."""
+        return msgspec.json.encode(self)
+
+
+def parse_options(queue: str, raw: Mapping[str, Any]) -> QueueOptions:
+    """Check options given with the API's names; a bad one is refused by name, a missing one gets its default.
+
+    >>> parse_options("orders", {"leaseTime": 30}).lease_time
+    30
+    """
+    fields = {f.encode_name: f for f in msgspec.structs.fields(QueueOptions)}
+    for name, value in raw.items():
+        if name not in fields:
+            raise BadRequest(
+                f"queue {queue!r}: options.{name}", value, f"unknown option; known are {', '.join(fields)}"
+            )
+        if name == "retry":
+            if value not in ("in_order", "parked"):
+                raise BadRequest(f"queue {queue!r}: options.retry", value, "must be in_order or parked")
+        elif name in RANGES:
+            low, high = RANGES[name]
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                hint = f"must be an integer {low}..{high}{UNITS.get(name, ' s')}"
+                raise BadRequest(f"queue {queue!r}: options.{name}", value, hint)
+        elif not isinstance(value, bool):
+            raise BadRequest(f"queue {queue!r}: options.{name}", value, "must be true or false")
+    if raw.get("encryptionEnabled"):
+        hint = "payload encryption is not offered; encrypt payloads before the push"
+        raise BadRequest(f"queue {queue!r}: options.encryptionEnabled", True, hint)
+    return msgspec.convert(dict(raw), QueueOptions)

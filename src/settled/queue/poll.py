@@ -1,0 +1,149 @@
+"""The life of one pop: where it may look, where its group starts, and how long it waits."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from settled.queue.db import sql
+from settled.queue.errors import BadRequest
+from settled.queue.pop import Ask, check_request
+from settled.queue.popped import Empty, Popped
+from settled.queue.types import QUEUE_MODE, PopRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from settled.queue.activity import Activity
+    from settled.queue.db import Clock, Pool
+    from settled.queue.lanes import Lane, Queue, Registry
+    from settled.queue.pop import Popper
+    from settled.queue.ready import ReadySet, ReadySets
+
+LOOK_AGAIN = 1.0
+_MODES = {None: "all", "": "all", "all": "all", "from_beginning": "all", "new": "new", "new-only": "new"}
+
+
+def parse_time(field: str, value: str | datetime) -> datetime:
+    """ISO 8601 (a date is enough; UTC unless it says otherwise) as a time."""
+    try:
+        at = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+    except (ValueError, TypeError):
+        raise BadRequest(field, value, "must be a time in ISO 8601, like 2026-01-31T12:00:00Z") from None
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+
+
+def parse_start(request: PopRequest) -> tuple[str, datetime | None]:
+    """Where a new group starts: ("all" | "new" | "timestamp", time)."""
+    mode = request.subscription_mode
+    if mode not in _MODES:
+        raise BadRequest("subscriptionMode", mode, "must be all or new")
+    if request.subscription_from and request.subscription_from != "now":
+        return "timestamp", parse_time("subscriptionFrom", request.subscription_from)
+    return ("new" if request.subscription_from == "now" else _MODES[mode]), None
+
+
+class Poller:
+    """Answers pops, at once or when something comes."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        registry: Registry,
+        ready: ReadySets,
+        popper: Popper,
+        activity: Activity,
+        clock: Clock,
+    ) -> None:
+        self._pool = pool
+        self._registry = registry
+        self._ready = ready
+        self._popper = popper
+        self._activity = activity
+        self._clock = clock
+        self._subscribed: set[tuple[int, int]] = set()
+
+    def forget_subscriptions(self) -> None:
+        """Look subscriptions up again, as after a group was deleted."""
+        self._subscribed.clear()
+
+    async def pop(self, request: PopRequest) -> Popped:
+        """Hand out what there is, or wait for it."""
+        check_request(request)
+        start = parse_start(request)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.wait
+        group_id = await self._registry.group(request.group)
+        looked = False
+        while True:
+            news = self._registry.news
+            ask = await self._ask(request, group_id, start)
+            why: Empty = "partition_not_found" if request.partition is not None else "no_available_partition"
+            if ask is not None:
+                await self._popper.ask(ask)
+                if ask.popped is not None:
+                    self._pass_on(ask.sets)
+                    return ask.popped
+                why = ask.why
+            if not looked:  # others may have pushed what we have not heard of
+                looked = True
+                await self._activity.read()
+                if ask is None or ask.lane is not None or any(ready.ready for ready in ask.sets):
+                    continue
+            left = deadline - loop.time()
+            if left <= 0 or self._popper.closing:
+                return Popped(
+                    request.group, empty=why if not request.wait or why == "window_buffer" else "timeout"
+                )
+            pause = min(left, LOOK_AGAIN)
+            if ask is None:
+                await _wait_for(news, pause)
+            else:
+                if ask.lane is not None and ask.until is not None:
+                    pause = min(pause, max(0.001, ask.until - self._clock.now()))
+                await self._ready.wait(ask.sets, ask.lane, pause)
+
+    async def _ask(
+        self, request: PopRequest, group_id: int, start: tuple[str, datetime | None]
+    ) -> Ask | None:
+        """Where to look now; None if there is no such queue or partition yet."""
+        lane: Lane | None = None
+        queues: list[Queue] = []
+        if request.queue is None:
+            queues = await self._registry.queues_of(request.namespace, request.task)
+        elif request.partition is not None:
+            lane = await self._registry.lane(request.queue, request.partition)
+            queues = [lane.queue] if lane is not None else []
+        else:
+            queue = await self._registry.queue(request.queue)
+            queues = [queue] if queue is not None else []
+        if not queues:
+            return None
+        for queue in queues:
+            await self._subscribe(request.group, group_id, queue, start)
+        if lane is not None:
+            return Ask(request, group_id, [], lane)
+        return Ask(request, group_id, [await self._ready.get(queue.id, group_id) for queue in queues], None)
+
+    async def _subscribe(
+        self, group: str, group_id: int, queue: Queue, start: tuple[str, datetime | None]
+    ) -> None:
+        """Note where the group starts; the first choice wins and holds for partitions that come later."""
+        if group == QUEUE_MODE or (group_id, queue.id) in self._subscribed:
+            return
+        await self._pool.fetch(sql("subscribe"), group_id, queue.id, *start)
+        self._subscribed.add((group_id, queue.id))
+
+    def _pass_on(self, sets: Sequence[ReadySet]) -> None:
+        """Somebody else may take what is left."""
+        for ready in sets:
+            if ready.ready:
+                ready.wake()
+
+
+async def _wait_for(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return

@@ -1,0 +1,122 @@
+"""What a pop hands out: slices of log segments, readable as messages or as ready-made JSON."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+
+from settled.queue.segment import Segment
+
+Empty = Literal[
+    "no_available_partition", "lease_held", "partition_not_found", "window_buffer", "timeout", "paused"
+]
+
+
+class PoppedMessage(msgspec.Struct, frozen=True):
+    """One delivered message; `attempts` counts its failures before this delivery."""
+
+    id: str
+    transaction_id: str
+    payload: bytes
+    content_type: str
+    headers: dict[str, str]
+    created_at: datetime
+    queue: str
+    partition: str
+    partition_id: str
+    group: str
+    seq: int
+    lease_id: str | None
+    attempts: int = 0
+    trace_id: str | None = None
+    producer: str | None = None
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """A run of messages of one segment: the offsets in it that are handed out."""
+
+    segment: Segment
+    offsets: range | list[int]
+
+
+class PoppedLane(msgspec.Struct):
+    """What one partition contributed to a pop."""
+
+    queue: str
+    partition: str
+    partition_id: str
+    pieces: list[Piece]
+    attempts: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return sum(len(piece.offsets) for piece in self.pieces)
+
+
+class Popped(msgspec.Struct):
+    """The answer to a pop: its lease and the messages, or why there are none."""
+
+    group: str
+    lease_id: str | None = None
+    expires_at: datetime | None = None
+    lanes: list[PoppedLane] = []
+    empty: Empty | None = None
+
+    def __len__(self) -> int:
+        return sum(len(lane) for lane in self.lanes)
+
+    def messages(self) -> Iterator[PoppedMessage]:
+        """Each message as an object, in partition order."""
+        for lane in self.lanes:
+            for piece in lane.pieces:
+                segment = piece.segment
+                for offset in piece.offsets:
+                    seq = segment.first_seq + offset
+                    row = segment.row(offset)
+                    yield PoppedMessage(
+                        id=row.id,
+                        transaction_id=row.transaction_id,
+                        payload=row.payload,
+                        content_type=row.content_type,
+                        headers=row.headers,
+                        created_at=datetime.fromtimestamp(row.created_us / 1e6, UTC),
+                        queue=lane.queue,
+                        partition=lane.partition,
+                        partition_id=lane.partition_id,
+                        group=self.group,
+                        seq=seq,
+                        lease_id=self.lease_id,
+                        attempts=lane.attempts.get(seq, 0),
+                        trace_id=row.trace_id,
+                        producer=row.producer,
+                    )
+
+    def json_messages(self) -> bytes:
+        """All messages as the inside of a JSON array, payloads spliced in as they were pushed.
+
+        Each is `{"id","transactionId","traceId","data","producerSub","createdAt",("headers"),("contentType"),
+        "retryCount","queue","partition","partitionId","leaseId","consumerGroup"}`; a payload that is not JSON
+        comes as a string (base64, with `"encoding":"base64"`, if it is not text).
+        """
+        encode = msgspec.json.encode
+        lease = encode(self.lease_id or "")
+        parts: list[bytes] = []
+        for lane in self.lanes:
+            tail = b',"queue":%b,"partition":%b,"partitionId":%b,"leaseId":%b,"consumerGroup":%b}' % (
+                encode(lane.queue),
+                encode(lane.partition),
+                encode(lane.partition_id),
+                lease,
+                encode(self.group),
+            )
+            plain = b',"retryCount":0' + tail
+            for piece in lane.pieces:
+                heads = piece.segment.json_heads()
+                if lane.attempts:
+                    first = piece.segment.first_seq
+                    for offset in piece.offsets:
+                        count = lane.attempts.get(first + offset, 0)
+                        parts.append(b'%b,"retryCount":%d%b' % (heads[offset], count, tail))
+                else:
+                    parts.extend([heads[offset] + plain for offset in piece.offsets])
+        return b",".join(parts)

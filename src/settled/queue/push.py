@@ -1,0 +1,494 @@
+"""Appending: requests are coalesced, one call a flush and one segment a lane; duplicates are found in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from settled.queue import dedup, segment
+from settled.queue.cache import micros
+from settled.queue.db import Link, sql
+from settled.queue.errors import BadRequest, Unavailable
+from settled.queue.types import PushItem, PushResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from settled.queue.cache import SegmentCache
+    from settled.queue.lanes import Lane, Registry
+
+FLUSHERS = 2
+LANE_LIMIT = 2000
+FLUSH_LIMIT = 20_000
+TX_LIMIT = 255
+ATTEMPTS = 20
+APPEND = "select * from append($1, $2, $3, $4, $5, $6, $7, $8, $9)"
+
+
+class Chunk:
+    """The items of one request for one lane; `results` are filled in and `done` is called once."""
+
+    __slots__ = ("done", "error", "hashes", "headers", "lane", "payloads", "results", "tx")
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.tx: list[bytes] = []
+        self.payloads: list[bytes] = []
+        self.headers: list[bytes] = []
+        self.hashes: list[int] = []
+        self.results: list[tuple[str, bool]] = []  # message id, is a duplicate
+        self.error: Exception | None = None
+        self.done: Callable[[], None] = lambda: None
+
+    def add(self, item: PushItem) -> None:
+        """Take one item; a bad one is refused before anybody else's is touched."""
+        tx = item.transaction_id
+        if tx is None:
+            self.tx.append(b"")
+            self.hashes.append(0)
+        else:
+            raw = check_transaction_id(tx)
+            self.tx.append(raw)
+            self.hashes.append(dedup.fingerprint(raw))
+        payload = item.payload
+        self.payloads.append(payload if type(payload) is bytes else bytes(payload))
+        if item.headers or item.trace_id or item.producer or item.content_type != segment.JSON:
+            headers = dict(item.headers) if item.headers else None
+            self.headers.append(
+                segment.pack_headers(headers, item.content_type, item.trace_id, item.producer)
+            )
+        else:
+            self.headers.append(b"")
+
+
+def check_transaction_id(tx: object) -> bytes:
+    """A transaction id as UTF-8."""
+    if not isinstance(tx, str) or not 0 < len(tx) <= TX_LIMIT or "\0" in tx:
+        raise BadRequest("transactionId", tx, f"must be text of 1..{TX_LIMIT} characters without NUL")
+    try:
+        return tx.encode()
+    except UnicodeEncodeError:
+        raise BadRequest("transactionId", tx, "must be valid Unicode") from None
+
+
+class Batch:
+    """What one flush appends to one lane."""
+
+    __slots__ = (
+        "answered",
+        "base",
+        "body",
+        "chunks",
+        "hashes",
+        "headers",
+        "lane",
+        "payloads",
+        "places",
+        "tx",
+    )
+
+    def __init__(self, lane: Lane, chunks: list[Chunk]) -> None:
+        self.lane = lane
+        self.chunks = chunks
+        self.base = segment.new_base()
+        self.tx: list[bytes] = []
+        self.hashes: list[int] = []
+        self.payloads: list[bytes] = []
+        self.headers: list[bytes] = []
+        self.places: list[
+            list[int | str]
+        ] = []  # for each chunk's item: its place here, or the first message's id
+        self.body = b""
+        self.answered = False
+
+    def fill(self, duplicates: dict[bytes, str]) -> None:
+        """Lay out the chunks, leaving out what the lane has already and what comes twice."""
+        self.tx, self.hashes, self.payloads, self.headers, self.places = [], [], [], [], []
+        if len(self.chunks) == 1 and not duplicates:
+            chunk = self.chunks[0]
+            if len(set(chunk.hashes)) == len(chunk.hashes) or not any(chunk.hashes):
+                self.tx, self.hashes, self.payloads = chunk.tx, chunk.hashes, chunk.payloads
+                self.headers = chunk.headers
+                self.places = [list(range(len(chunk.tx)))]
+                self.body = segment.encode(self.base, self.tx, self.payloads, self.headers)
+                return
+        seen: dict[bytes, int] = {}
+        for chunk in self.chunks:
+            places: list[int | str] = []
+            for tx, key, payload, headers in zip(
+                chunk.tx, chunk.hashes, chunk.payloads, chunk.headers, strict=True
+            ):
+                if tx and tx in duplicates:
+                    places.append(duplicates[tx])
+                elif tx and tx in seen:
+                    places.append(~seen[tx])
+                else:
+                    if tx:
+                        seen[tx] = len(self.tx)
+                    places.append(len(self.tx))
+                    self.tx.append(tx)
+                    self.hashes.append(key)
+                    self.payloads.append(payload)
+                    self.headers.append(headers)
+            self.places.append(places)
+        self.body = segment.encode(self.base, self.tx, self.payloads, self.headers) if self.tx else b""
+
+    def finish(self) -> None:
+        """Tell each caller what became of its items."""
+        self.answered = True
+        ids = segment.id_texts(self.base, len(self.tx))
+        for chunk, places in zip(self.chunks, self.places, strict=True):
+            chunk.results = [
+                (place, True)
+                if isinstance(place, str)
+                else (ids[place], False)
+                if place >= 0
+                else (ids[~place], True)
+                for place in places
+            ]
+            chunk.done()
+
+    def fail(self, error: Exception) -> None:
+        """Tell each caller that nothing of it was appended, or that nobody knows."""
+        self.answered = True
+        for chunk in self.chunks:
+            chunk.error = error
+            chunk.done()
+
+
+class Pusher:
+    """Takes chunks, flushes whatever has come together; a lane is in one flush at a time."""
+
+    def __init__(
+        self,
+        dsn: str,
+        worker: str,
+        registry: Registry,
+        cache: SegmentCache,
+        on_append: Callable[[list[tuple[Lane, int]]], None],
+    ) -> None:
+        self._worker = worker
+        self._registry = registry
+        self._cache = cache
+        self._on_append = on_append
+        self._links = [Link(dsn) for _ in range(FLUSHERS)]
+        self._dirty: dict[Lane, None] = {}
+        self._wake = asyncio.Event()
+        self._freed = asyncio.Event()
+        self._closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.flushes = 0
+        self.messages = 0
+        self.duplicates = 0
+
+    def start(self) -> None:
+        """Begin flushing."""
+        self._tasks = [asyncio.create_task(self._run(link)) for link in self._links]
+
+    async def close(self) -> None:
+        """Flush what is waiting and stop."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.gather(*self._tasks)
+        for link in self._links:
+            await link.close()
+
+    async def push(self, chunks: Sequence[Chunk]) -> None:
+        """Queue chunks and wait until all were answered; raises the first error, but for `Gone`."""
+        if self._closing:
+            raise Unavailable("the engine is closing")
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        left = len(chunks)
+
+        def done() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and not waiting.done():
+                waiting.set_result(None)
+
+        for chunk in chunks:
+            chunk.done = done
+            chunk.lane.pending.append(chunk)
+            if not chunk.lane.busy:
+                self._dirty[chunk.lane] = None
+        self._wake.set()
+        await waiting
+        for chunk in chunks:
+            if chunk.error is not None and not isinstance(chunk.error, Gone):
+                raise chunk.error
+
+    async def exclusive(self, lanes: Iterable[Lane]) -> list[Lane]:
+        """Keep lanes out of flushes until `free`; taken in one order, so callers cannot block each other."""
+        taken = []
+        for lane in sorted(set(lanes), key=lambda lane: lane.id):
+            while lane.busy:
+                await self._freed.wait()
+            lane.busy = True
+            self._dirty.pop(lane, None)
+            taken.append(lane)
+        return taken
+
+    def free(self, lanes: Iterable[Lane]) -> None:
+        """Give lanes back to the flushes."""
+        for lane in lanes:
+            lane.busy = False
+            if lane.pending:
+                self._dirty[lane] = None
+        self._freed.set()
+        self._freed = asyncio.Event()
+        if self._dirty:
+            self._wake.set()
+
+    async def _run(self, link: Link) -> None:
+        while True:
+            while not self._dirty:
+                if self._closing:
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+            batches = self._take()
+            try:
+                await self._flush(link, batches)
+            except Exception as error:  # the callers must hear of it, whatever it is
+                for batch in batches:
+                    batch.lane.remembered.forget()
+                    if not batch.answered:
+                        batch.fail(error)
+            finally:
+                self.free(batch.lane for batch in batches)
+
+    def _take(self) -> list[Batch]:
+        batches, total = [], 0
+        while self._dirty and total < FLUSH_LIMIT:
+            lane = next(iter(self._dirty))
+            del self._dirty[lane]
+            if lane.busy or not lane.pending:
+                continue
+            lane.busy = True
+            count = size = 0
+            for chunk in lane.pending:
+                if count and size + len(chunk.tx) > LANE_LIMIT:
+                    break
+                count, size = count + 1, size + len(chunk.tx)
+            batches.append(Batch(lane, lane.pending[:count]))
+            del lane.pending[:count]
+            total += size
+        return batches
+
+    async def _flush(self, link: Link, batches: list[Batch]) -> None:
+        """Append; if the database refuses a whole flush, each request is tried alone: only the bad one fails."""
+        try:
+            await self.append(link, batches)
+        except asyncpg.PostgresError:
+            left = [batch for batch in batches if not batch.answered]
+            singles = [Batch(batch.lane, [chunk]) for batch in left for chunk in batch.chunks]
+            for batch in left:
+                batch.answered = True
+            for single in singles:
+                single.lane.remembered.forget()
+                try:
+                    await self.append(link, [single])
+                except asyncpg.PostgresError as error:
+                    single.fail(error)
+
+    async def append(
+        self, link: Any, batches: list[Batch], *, settle: bool = True, refuse: bool = False
+    ) -> list[Batch]:
+        """Append batches through `link`, trying again where another worker was quicker.
+
+        With `settle` the callers are told; without, the caller's transaction commits first, then calls `commit`.
+        With `refuse` a duplicate raises `Duplicate`.
+        """
+        everything: list[Batch] = []
+        waiting = batches
+        for _ in range(ATTEMPTS):
+            done: list[Batch] = []
+            waiting = await self._attempt(link, waiting, done, settle=settle, refuse=refuse)
+            everything += done
+            if settle:
+                self.commit(done)
+            if not waiting:
+                return everything
+        raise Unavailable("too many workers push to the same partition", 0.1)
+
+    def commit(self, batches: list[Batch]) -> None:
+        """Tell everybody what was appended."""
+        self.flushes += 1
+        self._on_append([(batch.lane, len(batch.tx)) for batch in batches if batch.tx])
+        for batch in batches:
+            self.messages += len(batch.tx)
+            batch.finish()
+
+    async def _attempt(
+        self, link: Any, batches: list[Batch], done: list[Batch], *, settle: bool, refuse: bool
+    ) -> list[Batch]:
+        await self._catch_up(link, batches)
+        for batch in batches:
+            duplicates = await self._duplicates(link, batch)
+            if duplicates:
+                self.duplicates += len(duplicates)
+                if refuse:
+                    tx, first = next(iter(duplicates.items()))
+                    raise Duplicate(batch.lane, tx.decode(), first)
+            batch.fill(duplicates)
+        done += [batch for batch in batches if not batch.tx]
+        batches = sorted((batch for batch in batches if batch.tx), key=lambda batch: batch.lane.id)
+        if not batches:
+            return []
+        hashes: list[int] = []
+        starts: list[int] = []
+        for batch in batches:
+            starts.append(len(hashes))
+            if any(batch.hashes):
+                hashes += batch.hashes
+        hashed = [b - a for a, b in zip(starts, [*starts[1:], len(hashes)], strict=True)]
+        rows = await link.fetch(
+            APPEND,
+            self._worker,
+            [b.lane.queue.id for b in batches],
+            [b.lane.id for b in batches],
+            [b.lane.remembered.known if n else None for b, n in zip(batches, hashed, strict=True)],
+            [len(b.tx) for b in batches],
+            hashes,
+            starts,
+            hashed,
+            [b.body for b in batches],
+        )
+        return self._take_over(batches, rows, done, settle)
+
+    def _take_over(
+        self, batches: list[Batch], rows: list[Any], done: list[Batch], settle: bool
+    ) -> list[Batch]:
+        """Note what was appended, here and by others; answer the batches that must be tried again."""
+        by_lane = {batch.lane.id: batch for batch in batches}
+        again = []
+        for row in rows:
+            batch = by_lane[row["lane_id"]]
+            lane, remembered = batch.lane, batch.lane.remembered
+            first, n = row["first_seq"], row["n"]
+            match row["status"]:
+                case "ok":
+                    if remembered.known >= 0 and (any(batch.hashes) or remembered.known == first):
+                        remembered.add(first, batch.hashes)
+                        remembered.known = first + n
+                    if settle:
+                        self._cache.put(lane.id, first, micros(row["created_at"]), batch.body)
+                    done.append(batch)
+                case "missed":
+                    if row["hashes"]:
+                        remembered.add(first, row["hashes"])
+                    remembered.known = first + n
+                case "clash":
+                    remembered.known = first
+                    again.append(batch)
+                case "gone":
+                    self._registry.forget_lane(lane)
+                    if not settle:
+                        raise Gone(lane.queue.name, lane.name)
+                    batch.fail(Gone(lane.queue.name, lane.name))
+        return again
+
+    async def _catch_up(self, link: Any, batches: list[Batch]) -> None:
+        """Read the ids of lanes this worker has not pushed to yet."""
+        cold = [
+            b.lane for b in batches if b.lane.remembered.known < 0 and any(any(c.hashes) for c in b.chunks)
+        ]
+        if not cold:
+            return
+        heads = {
+            r["id"]: r["next_seq"] for r in await link.fetch(sql("lane_heads"), [lane.id for lane in cold])
+        }
+        stored: dict[int, list[tuple[int, bytes]]] = {}
+        windows = [float(lane.queue.options.dedup_window_seconds) for lane in cold]
+        for row in await link.fetch(sql("lane_hashes"), [lane.id for lane in cold], windows):
+            stored.setdefault(row["lane_id"], []).append((row["first_seq"], row["hashes"]))
+        for lane in cold:
+            head = heads.get(lane.id, 0)
+            lane.remembered.load([s for s in stored.get(lane.id, ()) if s[0] < head], head)
+
+    async def _duplicates(self, link: Any, batch: Batch) -> dict[bytes, str]:
+        """Transaction ids of the batch that the lane has already, with the first message's id."""
+        hashes = [h for chunk in batch.chunks for h in chunk.hashes]
+        suspects = batch.lane.remembered.suspects(hashes) if any(hashes) else None
+        if not suspects:
+            return {}
+        found: dict[bytes, str] = {}
+        for chunk in batch.chunks:
+            for tx, key in zip(chunk.tx, chunk.hashes, strict=True):
+                for seq in suspects.get(key, ()) if key else ():
+                    stored = await self._cache.message(link, batch.lane.id, seq)
+                    if stored is not None and (own := stored.own_tx()) and own[seq - stored.first_seq] == tx:
+                        found[tx] = stored.id(seq - stored.first_seq)
+                        break
+        return found
+
+
+class Duplicate(Exception):
+    """A transaction pushes an id that its partition has already."""
+
+    def __init__(self, lane: Lane, transaction_id: str, message_id: str) -> None:
+        super().__init__(
+            f"transactionId {transaction_id!r} is already in partition {lane.name!r} of {lane.queue.name!r}"
+        )
+        self.transaction_id = transaction_id
+        self.message_id = message_id
+
+
+class Gone(Exception):
+    """A lane was deleted since this worker last saw it."""
+
+    def __init__(self, queue: str, partition: str) -> None:
+        super().__init__(f"partition {partition!r} of {queue!r} was deleted")
+
+
+async def _push_chunks(pusher: Pusher, registry: Registry, chunks: list[Chunk]) -> None:
+    """Push chunks; those whose lane was deleted meanwhile go to a new lane of that name."""
+    for _ in range(ATTEMPTS):
+        await pusher.push(chunks)
+        chunks = [chunk for chunk in chunks if isinstance(chunk.error, Gone)]
+        if not chunks:
+            return
+        await registry.make({(c.lane.queue.name, c.lane.name) for c in chunks})
+        for chunk in chunks:
+            chunk.error = None
+            chunk.lane = registry.lanes[(chunk.lane.queue.name, chunk.lane.name)]
+    raise Unavailable("the queue is deleted again and again", 0.1)
+
+
+async def push_items(pusher: Pusher, registry: Registry, items: Sequence[PushItem]) -> list[PushResult]:
+    """Push items that are due now, to lanes found or made, and answer in item order."""
+    lanes = registry.lanes
+    unknown = {(i.queue, i.partition) for i in items if (i.queue, i.partition) not in lanes}
+    if unknown:
+        await registry.make(unknown)
+    chunks: list[Chunk] = []
+    latest: dict[tuple[str, str], Chunk] = {}
+    places: list[Chunk] = []
+    for item in items:
+        key = (item.queue, item.partition)
+        chunk = latest.get(key)
+        if chunk is None or len(chunk.tx) >= LANE_LIMIT:
+            chunk = latest[key] = Chunk(lanes[key])
+            chunks.append(chunk)
+        chunk.add(item)
+        places.append(chunk)
+    await _push_chunks(pusher, registry, chunks)
+    taken = dict.fromkeys(chunks, 0)
+    results = []
+    for item, chunk in zip(items, places, strict=True):
+        at = taken[chunk]
+        taken[chunk] = at + 1
+        message_id, duplicate = chunk.results[at]
+        results.append(
+            PushResult(
+                item.transaction_id or message_id,
+                message_id,
+                "duplicate" if duplicate else "queued",
+                item.queue,
+                item.partition,
+                chunk.lane.uid,
+            )
+        )
+    return results

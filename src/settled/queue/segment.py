@@ -1,0 +1,304 @@
+"""The stored form of a run of messages: columns behind a version byte, compressed by us when that pays."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import struct
+import time
+from array import array
+from datetime import UTC, datetime
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import zstandard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+JSON = "application/json"
+SINGLE, PLAIN, ZSTD = 1, 2, 3
+EXPLICIT_IDS, OWN_TX, HEADERS, TIMES = 1, 2, 4, 8
+COMPRESS_FROM = 512
+
+_single = struct.Struct("<BBHI")
+_columns = struct.Struct("<BBI")
+_compressor = zstandard.ZstdCompressor(level=1, write_content_size=True)
+_decompressor = zstandard.ZstdDecompressor()
+_needs_escape = re.compile(rb'["\\\x00-\x1f]')
+_encode = msgspec.json.encode
+_decode = msgspec.json.decode
+
+# Headers of the engine itself; a `:` keeps them apart from any HTTP-like header a caller may send.
+TYPE_KEY, TRACE_KEY, PRODUCER_KEY = ":type", ":trace", ":producer"
+
+
+class Row(NamedTuple):
+    """One message of a segment, decoded."""
+
+    id: str
+    transaction_id: str
+    payload: bytes
+    content_type: str
+    headers: dict[str, str]
+    trace_id: str | None
+    producer: str | None
+    created_us: int
+
+
+def new_base() -> bytes:
+    """A UUIDv7 whose last four bytes are zero: message i of a segment has this id plus i."""
+    random = bytearray(os.urandom(6))
+    random[0] = 0x70 | random[0] & 0x0F
+    random[2] = 0x80 | random[2] & 0x3F
+    return int(time.time() * 1000).to_bytes(6, "big") + bytes(random) + b"\0\0\0\0"
+
+
+def uuid_text(raw: bytes) -> str:
+    """Sixteen bytes as the usual 36 characters."""
+    h = raw.hex()
+    return f"{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"
+
+
+def id_texts(base: bytes, n: int) -> list[str]:
+    """The ids of a segment whose ids count up from `base`."""
+    prefix = uuid_text(base)[:28]
+    start = int.from_bytes(base[12:], "big")
+    if n == 1:
+        return [f"{prefix}{start:08x}"]
+    return [f"{prefix}{i:08x}" for i in range(start, start + n)]
+
+
+def encode(
+    base: bytes,
+    tx: Sequence[bytes],
+    payloads: Sequence[bytes],
+    headers: Sequence[bytes] | None = None,
+    ids: bytes | None = None,
+    times: Sequence[int] | None = None,
+) -> bytes:
+    """Messages to stored bytes; an empty transaction id means "the same as the message id".
+
+    `ids` (16 bytes each) and `times` (µs) are given only where they cannot be counted up from `base` and the
+    row's time, as after merging segments.
+    """
+    n = len(payloads)
+    if n == 1 and ids is None and times is None:
+        head = headers[0] if headers else b""
+        return b"".join((_single.pack(SINGLE, 0, len(tx[0]), len(head)), base, tx[0], head, payloads[0]))
+    flags = 0
+    parts: list[bytes] = [base]
+    if ids is not None:
+        flags |= EXPLICIT_IDS
+        parts = [ids]
+    if any(tx):
+        flags |= OWN_TX
+        parts += (array("H", map(len, tx)).tobytes(), *tx)
+    if headers and any(headers):
+        flags |= HEADERS
+        parts += (array("I", map(len, headers)).tobytes(), *headers)
+    if times is not None:
+        flags |= TIMES
+        parts.append(array("q", times).tobytes())
+    parts.append(array("I", map(len, payloads)).tobytes())
+    parts += payloads
+    body = b"".join(parts)
+    if len(body) < COMPRESS_FROM:
+        return _columns.pack(PLAIN, flags, n) + body
+    return _columns.pack(ZSTD, flags, n) + _compressor.compress(body)
+
+
+def pack_headers(
+    headers: dict[str, str] | None, content_type: str, trace_id: str | None, producer: str | None
+) -> bytes:
+    """Headers and the engine's own fields as one JSON object, or nothing at all for a plain JSON message."""
+    own = dict(headers) if headers else {}
+    if content_type != JSON:
+        own[TYPE_KEY] = content_type
+    if trace_id is not None:
+        own[TRACE_KEY] = trace_id
+    if producer is not None:
+        own[PRODUCER_KEY] = producer
+    return _encode(own) if own else b""
+
+
+def iso(created_us: int) -> str:
+    """Microseconds since 1970 as ISO 8601 in UTC."""
+    at = datetime.fromtimestamp(created_us // 1_000_000, UTC).replace(microsecond=created_us % 1_000_000)
+    return at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+class Segment:
+    """A decoded segment; cheap to make, its parts are split only when they are asked for."""
+
+    __slots__ = (
+        "_base",
+        "_blob",
+        "_headers",
+        "_heads",
+        "_ids",
+        "_starts",
+        "_times",
+        "_tx",
+        "created_us",
+        "first_seq",
+        "n",
+        "size",
+    )
+
+    def __init__(self, first_seq: int, created_us: int, raw: bytes) -> None:
+        self.first_seq = first_seq
+        self.created_us = created_us
+        self.size = len(raw)
+        self._heads: list[bytes] | None = None
+        self._ids: list[str] | None = None
+        self._base = b""
+        self._headers: list[bytes] | None = None
+        self._times: array[int] | None = None
+        match raw[0]:
+            case 1:
+                _, _, tx, head = _single.unpack_from(raw)
+                at = 24 + tx + head
+                self.n = 1
+                self._base = raw[8:24]
+                self._tx: list[bytes] | None = [raw[24 : 24 + tx]] if tx else None
+                self._headers = [raw[24 + tx : at]] if head else None
+                self._blob = raw
+                self._starts = [at, len(raw)]
+            case 2 | 3:
+                kind, flags, self.n = _columns.unpack_from(raw)
+                body = _decompressor.decompress(raw[6:]) if kind == ZSTD else raw[6:]
+                self._split(body, flags)
+            case other:
+                raise ValueError(f"segment version {other} is newer than this program; upgrade it")
+
+    def _split(self, body: bytes, flags: int) -> None:
+        n, at = self.n, 16
+        if flags & EXPLICIT_IDS:
+            at = 16 * n
+            self._ids = [uuid_text(body[i : i + 16]) for i in range(0, at, 16)]
+        self._base = body[:16]
+        self._tx = None
+        if flags & OWN_TX:
+            starts = list(accumulate(array("H", body[at : at + 2 * n]), initial=at + 2 * n))
+            self._tx = [body[a:b] for a, b in pairwise(starts)]
+            at = starts[-1]
+        if flags & HEADERS:
+            starts = list(accumulate(array("I", body[at : at + 4 * n]), initial=at + 4 * n))
+            self._headers = [body[a:b] for a, b in pairwise(starts)]
+            at = starts[-1]
+        if flags & TIMES:
+            self._times = array("q", body[at : at + 8 * n])
+            at += 8 * n
+        self._blob = body
+        self._starts = list(accumulate(array("I", body[at : at + 4 * n]), initial=at + 4 * n))
+        self.size = len(body)
+
+    @property
+    def end_seq(self) -> int:
+        """The sequence number after the last message."""
+        return self.first_seq + self.n
+
+    def ids(self) -> list[str]:
+        """All message ids."""
+        if self._ids is None:
+            self._ids = id_texts(self._base, self.n)
+        return self._ids
+
+    def id(self, offset: int) -> str:
+        """One message's id."""
+        if self._ids is not None:
+            return self._ids[offset]
+        return f"{uuid_text(self._base)[:28]}{int.from_bytes(self._base[12:], 'big') + offset:08x}"
+
+    def tx(self, offset: int) -> str:
+        """One message's transaction id."""
+        return (self._tx[offset].decode() if self._tx is not None else "") or self.id(offset)
+
+    def txs(self) -> list[str]:
+        """All transaction ids."""
+        if self._tx is None:
+            return self.ids()
+        own = [t.decode() for t in self._tx]
+        return own if all(own) else [t or i for t, i in zip(own, self.ids(), strict=True)]
+
+    def own_tx(self) -> list[bytes] | None:
+        """Transaction ids as pushed (UTF-8, empty where none was given), or None where no message had one."""
+        return self._tx
+
+    def payload(self, offset: int) -> bytes:
+        """One message's payload."""
+        return self._blob[self._starts[offset] : self._starts[offset + 1]]
+
+    def header(self, offset: int) -> bytes:
+        """One message's headers as stored: a JSON object, or nothing."""
+        return self._headers[offset] if self._headers is not None else b""
+
+    def created(self, offset: int) -> int:
+        """When the message was appended, in µs since 1970."""
+        return self._times[offset] if self._times is not None else self.created_us
+
+    def row(self, offset: int) -> Row:
+        """One message, decoded."""
+        own: dict[str, str] = _decode(self.header(offset) or b"{}")
+        kind = own.pop(TYPE_KEY, JSON)
+        trace, producer = own.pop(TRACE_KEY, None), own.pop(PRODUCER_KEY, None)
+        return Row(self.id(offset), self.tx(offset), self.payload(offset), kind, own, trace, producer,
+                   self.created(offset))  # fmt: skip
+
+    def columns(self) -> tuple[list[str], list[str], list[bytes], bytes, list[int]]:
+        """What Arrow needs, row-free: ids, transaction ids, headers, payload bytes and n+1 offsets."""
+        start = self._starts[0]
+        headers = self._headers if self._headers is not None else [b""] * self.n
+        return (
+            self.ids(),
+            self.txs(),
+            headers,
+            self._blob[start : self._starts[-1]],
+            [s - start for s in self._starts],
+        )
+
+    def json_heads(self) -> list[bytes]:
+        """Each message as an unclosed JSON object, without what depends on the reader; made once and kept."""
+        if self._heads is None:
+            plain = self._headers is None and self._times is None
+            self._heads = self._plain_heads() if plain else [self._rich_head(i) for i in range(self.n)]
+        return self._heads
+
+    def _plain_heads(self) -> list[bytes]:
+        blob, starts = self._blob, self._starts
+        ids = [i.encode() for i in self.ids()]
+        tx = self._tx
+        if tx is None:
+            tx = ids
+        elif not all(tx) or any(map(_needs_escape.search, tx)):
+            tx = [_encode(t)[1:-1] for t in self.txs()]
+        end = b',"producerSub":null,"createdAt":"%b"' % iso(self.created_us).encode()
+        return [
+            b'{"id":"%b","transactionId":"%b","traceId":null,"data":%b%b' % (i, t, blob[a:b], end)
+            for i, t, a, b in zip(ids, tx, starts, starts[1:], strict=False)
+        ]
+
+    def _rich_head(self, offset: int) -> bytes:
+        row = self.row(offset)
+        fields: dict[str, object] = {
+            "id": row.id,
+            "transactionId": row.transaction_id,
+            "traceId": row.trace_id,
+        }
+        if row.content_type == JSON or row.content_type.endswith("+json"):
+            fields["data"] = msgspec.Raw(row.payload)
+        else:
+            try:
+                fields["data"] = row.payload.decode()
+            except UnicodeDecodeError:
+                fields["data"] = base64.b64encode(row.payload).decode()
+                fields["encoding"] = "base64"
+        if row.content_type != JSON:
+            fields["contentType"] = row.content_type
+        fields |= {"producerSub": row.producer, "createdAt": iso(row.created_us)}
+        if row.headers:
+            fields["headers"] = row.headers
+        return _encode(fields)[:-1]

@@ -1,0 +1,414 @@
+"""The values that go into and come out of the queue engine."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from settled.queue.errors import (
+    BadRequest,
+    Conflict,
+    Fenced,
+    NotFound,
+    QueueError,
+    QueueFull,
+    Unavailable,
+)
+from settled.queue.options import QueueOptions
+from settled.queue.popped import Popped, PoppedMessage
+from settled.queue.segment import JSON
+
+__all__ = [
+    "QUEUE_MODE",
+    "DEFAULT_PARTITION",
+    "JSON",
+    "PushItem",
+    "PushResult",
+    "PopRequest",
+    "Popped",
+    "PoppedMessage",
+    "AckItem",
+    "AckResult",
+    "PushOp",
+    "AckOp",
+    "TransactionResult",
+    "LeaseExtension",
+    "QueueOptions",
+    "Configured",
+    "DeadLetter",
+    "Page",
+    "GroupLag",
+    "LaneLag",
+    "GroupState",
+    "MessageView",
+    "Maintenance",
+    "QueueStats",
+    "LaneStats",
+    "JournalEntry",
+    "Trace",
+    "TraceName",
+    "StateOp",
+    "StateRow",
+    "StreamQuery",
+    "CycleAck",
+    "CycleResult",
+    "QueueError",
+    "BadRequest",
+    "NotFound",
+    "Conflict",
+    "QueueFull",
+    "Unavailable",
+    "Fenced",
+]
+
+QUEUE_MODE = "__QUEUE_MODE__"
+DEFAULT_PARTITION = "Default"
+
+T = TypeVar("T")
+
+Status = Literal["completed", "success", "failed", "dlq", "retry"]
+Outcome = Literal[
+    "acknowledged", "failed_retry", "failed_dlq", "released", "invalid_lease", "not_found", "not_applied"
+]
+
+
+class PushItem(msgspec.Struct, frozen=True, gc=False):
+    """One message to push; `payload` is bytes of `content_type` (JSON text unless said otherwise)."""
+
+    queue: str
+    payload: bytes | bytearray | memoryview | msgspec.Raw = b"null"
+    partition: str = DEFAULT_PARTITION
+    transaction_id: str | None = None
+    headers: Mapping[str, str] | None = None
+    content_type: str = JSON
+    delay_seconds: float = 0
+    trace_id: str | None = None
+    producer: str | None = None
+
+
+class PushResult(msgspec.Struct, gc=False):
+    """What became of one pushed item; a duplicate carries the first message's id."""
+
+    transaction_id: str
+    message_id: str
+    status: Literal["queued", "duplicate", "scheduled"]
+    queue: str
+    partition: str
+    partition_id: str
+
+
+class PopRequest(msgspec.Struct, frozen=True):
+    """Which messages are wanted: of a queue, of one of its partitions, or of a namespace/task."""
+
+    queue: str | None = None
+    partition: str | None = None
+    namespace: str | None = None
+    task: str | None = None
+    group: str = QUEUE_MODE
+    batch: int = 1
+    partitions: int = 1
+    auto_ack: bool = False
+    wait: float = 0
+    lease_seconds: int | None = None
+    subscription_mode: str | None = None
+    subscription_from: str | None = None
+
+
+class AckItem(msgspec.Struct, frozen=True, gc=False):
+    """How one delivered message is settled; `group` overrides the call's group."""
+
+    transaction_id: str
+    partition_id: str
+    status: str = "completed"
+    lease_id: str | None = None
+    error: str | None = None
+    delay: float | None = None
+    group: str | None = None
+
+
+class AckResult(msgspec.Struct, gc=False):
+    """The answer to one ack item: `success`, the outcome's name, and why not."""
+
+    transaction_id: str
+    success: bool
+    message: Outcome
+    error: str | None = None
+    queue: str | None = None
+    partition: str | None = None
+    lease_released: bool = False
+    dlq: bool = False
+    attempts: int = 0
+
+
+class PushOp(msgspec.Struct, frozen=True, tag="push"):
+    """Push these items, in a transaction."""
+
+    items: list[PushItem]
+
+
+class AckOp(msgspec.Struct, frozen=True, tag="ack"):
+    """Settle this message, in a transaction."""
+
+    item: AckItem
+    group: str = QUEUE_MODE
+
+
+class TransactionResult(msgspec.Struct):
+    """All or nothing: results in the order of the flattened operations."""
+
+    success: bool
+    results: list[PushResult | AckResult]
+    error: str | None = None
+
+
+class LeaseExtension(msgspec.Struct):
+    """The answer to a lease renewal."""
+
+    lease_id: str
+    success: bool
+    expires_at: datetime | None = None
+    error: str | None = None
+
+
+class Configured(msgspec.Struct):
+    """A queue as it is configured now."""
+
+    queue_id: str
+    partition_id: str
+    queue: str
+    namespace: str
+    task: str
+    options: QueueOptions
+    created_at: datetime
+
+
+class DeadLetter(msgspec.Struct):
+    """A message that will not be tried again for its group, with its own copy of the data."""
+
+    id: str
+    message_id: str
+    partition_id: str
+    transaction_id: str
+    queue: str
+    partition: str
+    group: str
+    error: str | None
+    attempts: int
+    payload: bytes
+    content_type: str
+    headers: dict[str, str]
+    trace_id: str | None
+    producer: str | None
+    created_at: datetime
+    failed_at: datetime
+
+
+class Page(msgspec.Struct, Generic[T]):
+    """One page of a listing, with the total it was cut from."""
+
+    rows: list[T]
+    total: int
+    limit: int
+    offset: int
+
+
+class GroupLag(msgspec.Struct):
+    """How far a group is behind on one queue."""
+
+    group: str
+    queue: str
+    partitions: int
+    partitions_with_lag: int
+    total_lag: int
+    max_time_lag: float
+    active_leases: int
+    state: Literal["Stable", "Lagging", "Dead"]
+    subscription_mode: str | None
+    subscription_timestamp: datetime | None
+    subscription_created_at: datetime | None
+
+
+class LaneLag(msgspec.Struct):
+    """How far a group is behind on one partition."""
+
+    group: str
+    queue: str
+    partition: str
+    partition_id: str
+    lag: int
+    time_lag: float
+    total_consumed: int
+    lease_id: str | None
+    lease_expires_at: datetime | None
+    oldest_pending_at: datetime | None
+    last_consumed_at: datetime | None
+
+
+class GroupState(msgspec.Struct):
+    """What one group has done with one message."""
+
+    group: str
+    status: Literal["pending", "processing", "retrying", "completed", "dead_letter"]
+    attempts: int = 0
+    lease_expires_at: datetime | None = None
+    error: str | None = None
+
+
+class MessageView(msgspec.Struct):
+    """One message as an inspector sees it; `payload` is present when a single message was asked for."""
+
+    id: str
+    transaction_id: str
+    partition_id: str
+    queue: str
+    partition: str
+    namespace: str
+    task: str
+    seq: int
+    created_at: datetime
+    groups: list[GroupState]
+    trace_id: str | None = None
+    producer: str | None = None
+    headers: dict[str, str] = {}
+    content_type: str = JSON
+    payload: bytes | None = None
+
+    @property
+    def status(self) -> str:
+        """The message's state over all groups: the least finished one wins."""
+        states = {g.status for g in self.groups}
+        for name in ("processing", "retrying", "pending", "dead_letter", "completed"):
+            if name in states:
+                return "pending" if name == "retrying" else name
+        return "pending"
+
+
+class JournalEntry(msgspec.Struct):
+    """One settle call as it touched one partition: what was settled, when, by whom, with which error."""
+
+    at: datetime
+    kind: Literal["settled", "auto_ack", "failed", "dead", "seek"]
+    group: str
+    partition_id: str
+    first_seq: int
+    last_seq: int
+    count: int
+    worker: str
+    lease_id: str | None = None
+    attempts: int = 0
+    error: str | None = None
+
+
+class Trace(msgspec.Struct):
+    """A note somebody left on a message."""
+
+    id: str
+    transaction_id: str
+    partition_id: str
+    queue: str
+    partition: str
+    group: str | None
+    event_type: str
+    names: list[str]
+    data: bytes
+    worker: str
+    created_at: datetime
+
+
+class TraceName(msgspec.Struct):
+    """A trace name and how often it was used."""
+
+    name: str
+    traces: int
+    messages: int
+    last_seen: datetime
+
+
+class StateOp(msgspec.Struct, frozen=True):
+    """A change to a stream query's state; `value` is JSON text."""
+
+    type: Literal["upsert", "delete"]
+    key: str
+    value: bytes | msgspec.Raw | None = None
+
+
+class StateRow(msgspec.Struct):
+    """One key of a stream query's state; `value` is JSON text."""
+
+    key: str
+    value: bytes
+    updated_at: datetime
+
+
+class StreamQuery(msgspec.Struct):
+    """A registered stream query."""
+
+    query_id: str
+    name: str
+    config_hash: str
+    fresh: bool
+    reset: bool
+
+
+class CycleAck(msgspec.Struct, frozen=True):
+    """The source ack of a stream cycle: everything leased up to and with this message."""
+
+    transaction_id: str
+    lease_id: str | None = None
+    status: str = "completed"
+    count: int | None = None
+    error: str | None = None
+
+
+class CycleResult(msgspec.Struct):
+    """What one stream cycle committed, in one transaction."""
+
+    query_id: str
+    partition_id: str
+    queue: str
+    state_ops_applied: int
+    push_results: list[PushResult]
+    acked: int
+    lease_released: bool
+    dlq: bool
+
+
+class LaneStats(msgspec.Struct):
+    """One partition in figures."""
+
+    id: str
+    name: str
+    created_at: datetime
+    oldest: datetime | None
+    newest: datetime | None
+    total: int
+    pending: int
+    processing: int
+    completed: int
+    dead: int
+
+
+class QueueStats(msgspec.Struct):
+    """One queue in figures; `lanes` only where a single queue was asked for."""
+
+    id: str
+    name: str
+    namespace: str
+    task: str
+    created_at: datetime
+    options: QueueOptions
+    partitions: int
+    total: int
+    pending: int
+    processing: int
+    completed: int
+    dead: int
+    lanes: list[LaneStats] = []
+
+
+class Maintenance(msgspec.Struct):
+    """Which switches are on: pushes refused, pops answered empty."""
+
+    push: bool
+    pop: bool

@@ -1,0 +1,5 @@
+"""The queue's HTTP server."""
+
+from .process import serve
+
+__all__ = ["serve"]

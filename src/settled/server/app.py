@@ -1,0 +1,90 @@
+"""The application: the route table, and what every request has in common."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from settled.queue.errors import BadRequest, Conflict, Fenced, NotFound, QueueError, QueueFull, Unavailable
+
+from .exchange import Answer, HttpError, Request
+from .messages import Messages
+from .metrics import Board, Counters
+from .openapi import document
+from .router import Router
+from .routes import routes
+from .system import System
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from settled.queue.engine import Engine
+
+log = logging.getLogger("settled.server")
+
+_CORS = (
+    b"access-control-allow-methods: GET, POST, PUT, DELETE, OPTIONS\r\n"
+    b"access-control-allow-headers: content-type, authorization\r\naccess-control-max-age: 86400\r\n"
+)
+
+
+class App:
+    """Answers requests with an engine; call `stop()` before the listener is stopped."""
+
+    def __init__(self, engine: Engine, board: Board, connections: Callable[[], int]) -> None:
+        self.counters = Counters()
+        self._messages = Messages(engine)
+        self.system = System(engine, self.counters, board, connections)
+        self._router = Router(routes(engine, self._messages, self.system, self.openapi))
+        self._document = document(self._router.routes)
+
+    def stop(self) -> None:
+        """End the pops that wait."""
+        self._messages.stop()
+
+    async def __call__(self, request: Request) -> Answer:
+        """Answer one request; only a bug of ours raises."""
+        started = perf_counter()
+        if request.method == "OPTIONS":
+            return Answer(204, b"", extra=_CORS)
+        label = "unknown"
+        try:
+            route = self._router.find(request)
+            label = route.path
+            answer = await route.endpoint(request)
+        except HttpError as error:
+            answer = error.answer()
+        except QueueError as error:
+            answer = refusal(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("%s %r failed", request.method, request.path)
+            answer = HttpError(500, "internal error; the server's log has the details").answer()
+        self.counters.add(request.method, label, answer.status, perf_counter() - started)
+        return answer
+
+    async def openapi(self, request: Request) -> Answer:
+        """GET /openapi.json."""
+        return Answer(200, self._document)
+
+
+def refusal(error: QueueError) -> Answer:
+    """The engine's refusals as HTTP."""
+    match error:
+        case BadRequest():
+            return HttpError(400, str(error), field=error.field).answer()
+        case NotFound():
+            return HttpError(404, str(error), success=False, message="not_found").answer()
+        case Conflict() | Fenced():
+            return HttpError(409, str(error), success=False).answer()
+        case QueueFull():
+            return HttpError(429, str(error), code="queue_full", extra=b"retry-after: 1\r\n").answer()
+        case Unavailable():
+            wait = max(1, round(error.retry_after))
+            return HttpError(503, str(error), extra=b"retry-after: %d\r\n" % wait).answer()
+        case _:
+            log.error("unexpected refusal: %r", error)
+            return HttpError(500, str(error)).answer()

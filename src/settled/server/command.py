@@ -1,0 +1,55 @@
+"""The command `settled serve`."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .config import BODY_LIMIT, HOST, PORT
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = HOST,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = PORT,
+    workers: Annotated[
+        int | None, typer.Option(help="Server processes [default: a quarter of the cores].", min=1)
+    ] = None,
+    dsn: Annotated[str | None, typer.Option(help="Use this Postgres instead of an embedded one.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="The embedded Postgres's directory [default: SETTLED_HOME or the user's data directory]."
+        ),
+    ] = None,
+    body_limit: Annotated[int, typer.Option(help="Largest request body, in bytes.", min=1024)] = BODY_LIMIT,
+) -> None:
+    """Run the queue's HTTP server."""
+    from .process import serve as run_server
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        run_server(host, port, workers, dsn, data, body_limit=body_limit, announce=_announce)
+    except OSError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
+def _announce(line: str) -> None:
+    # Whoever started us through a pipe waits for these lines; echo flushes them.
+    typer.echo(line)
+
+
+app = typer.Typer(help="The queue server.", no_args_is_help=True)
+app.command("serve")(serve)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps `serve` a subcommand of this app."""
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,35 @@
+"""Where a server listens, which database it uses and where that keeps its data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+from platformdirs import user_data_path
+
+HOST = "127.0.0.1"
+PORT = 6632
+BODY_LIMIT = 16 * 1024 * 1024
+GRACE = 10.0
+
+
+class Config(msgspec.Struct, frozen=True):
+    """Everything one worker process needs to know."""
+
+    dsn: str
+    body_limit: int = BODY_LIMIT
+    grace: float = GRACE
+    board: str | None = None
+    index: int = 0
+
+
+def default_workers() -> int:
+    """One process for each four cores: Postgres wants the others."""
+    return max(1, (os.cpu_count() or 1) // 4)
+
+
+def data_directory(given: str | os.PathLike[str] | None) -> Path:
+    """`given`, or SETTLED_HOME, or the user's data directory."""
+    chosen = given or os.environ.get("SETTLED_HOME")
+    return Path(chosen).expanduser().resolve() if chosen else user_data_path("settled", appauthor=False)

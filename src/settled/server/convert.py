@@ -1,0 +1,142 @@
+"""Checked request bodies to the engine's values, each field named when it is wrong; pure functions."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from settled.queue.types import QUEUE_MODE, AckItem, AckOp, PushItem, PushOp
+
+from .exchange import bad
+from .parse import ERROR_LIMIT, name, uuid_of
+
+if TYPE_CHECKING:
+    from . import bodies
+
+ITEMS_LIMIT = 10_000
+HEADERS_LIMIT = 64
+HEADER_VALUE_LIMIT = 8192
+DELAY_LIMIT = 366 * 86_400
+NULL = b"null"
+
+
+def push_items(items: list[bodies.PushItem], field: str = "items") -> list[PushItem]:
+    """The messages of a push."""
+    if len(items) > ITEMS_LIMIT:
+        raise bad(field, f"must have at most {ITEMS_LIMIT} elements, got {len(items)}")
+    return [_push_item(item, field, i) for i, item in enumerate(items)]
+
+
+def _push_item(item: bodies.PushItem, field: str, i: int) -> PushItem:
+    queue, partition, transaction_id = item.queue, item.partition, item.transaction_id
+    # Spelled out rather than through name(): this runs once a message.
+    if not 0 < len(queue) <= 255 or "\x00" in queue:
+        name(queue, f"{field}[{i}].queue")
+    if partition is None:
+        partition = "Default"
+    elif not 0 < len(partition) <= 255 or "\x00" in partition:
+        name(partition, f"{field}[{i}].partition")
+    if transaction_id is not None and (not 0 < len(transaction_id) <= 255 or "\x00" in transaction_id):
+        name(transaction_id, f"{field}[{i}].transactionId")
+    payload = item.payload or item.data or NULL
+    if item.trace_id is None and item.headers is None and item.delay_seconds is None:
+        return PushItem(queue, payload, partition, transaction_id)
+    return PushItem(
+        queue,
+        payload,
+        partition,
+        transaction_id,
+        headers=_headers(item.headers, f"{field}[{i}].headers"),
+        delay_seconds=_delay(item.delay_seconds, f"{field}[{i}].delaySeconds") or 0,
+        trace_id=None if item.trace_id is None else str(uuid_of(item.trace_id, f"{field}[{i}].traceId")),
+    )
+
+
+def _headers(headers: dict[str, str] | None, field: str) -> dict[str, str] | None:
+    if not headers:
+        return None
+    if len(headers) > HEADERS_LIMIT:
+        raise bad(field, f"must have at most {HEADERS_LIMIT} entries, got {len(headers)}")
+    for key, value in headers.items():
+        name(key, f"{field} key")
+        if key.startswith(":"):
+            raise bad(f"{field}.{key}", "must not start with a colon")
+        if len(value) > HEADER_VALUE_LIMIT or "\x00" in value:
+            raise bad(
+                f"{field}.{key}", f"must have at most {HEADER_VALUE_LIMIT} characters, none of them NUL"
+            )
+    return headers
+
+
+def _delay(seconds: float | None, field: str) -> float | None:
+    if seconds is not None and not (math.isfinite(seconds) and 0 <= seconds <= DELAY_LIMIT):
+        raise bad(field, f"must be 0..{DELAY_LIMIT} seconds, got {seconds}")
+    return seconds
+
+
+@lru_cache(maxsize=16_384)
+def _uuid_text(value: str) -> str | None:
+    try:
+        return str(uuid.UUID(value))
+    except ValueError:
+        return None
+
+
+def partition_id(value: str, field: str = "partitionId") -> str:
+    """A partition id in its usual spelling."""
+    text = _uuid_text(value)
+    if text is None:
+        raise bad(field, f"must be the uuid a pop returned, got {value[:64]!r}")
+    return text
+
+
+def ack_item(body: bodies.AckBody | bodies.AckOperation, at: str, group: str | None) -> AckItem:
+    """One ack; `group` is the batch's, used where the item names none."""
+    transaction_id = body.transaction_id
+    if not 0 < len(transaction_id) <= 255 or "\x00" in transaction_id:
+        name(transaction_id, f"{at}transactionId")
+    if body.error is not None and "\x00" in body.error:
+        raise bad(f"{at}error", "must not contain NUL")
+    own = body.consumer_group or group or QUEUE_MODE
+    if len(own) > 255 or "\x00" in own:
+        name(own, f"{at}consumerGroup")
+    lease_id = body.lease_id or None
+    if lease_id is not None and len(lease_id) > 255:
+        raise bad(f"{at}leaseId", "must have at most 255 characters")
+    return AckItem(
+        transaction_id,
+        partition_id(body.partition_id, f"{at}partitionId"),
+        body.status or "completed",
+        lease_id,
+        None if body.error is None else body.error[:ERROR_LIMIT],
+        _delay(body.delay_seconds, f"{at}delaySeconds"),
+        own,
+    )
+
+
+def ack_items(body: bodies.AckBatchBody) -> list[AckItem]:
+    """The acks of a batch."""
+    acks = body.acknowledgments
+    if len(acks) > ITEMS_LIMIT:
+        raise bad("acknowledgments", f"must have at most {ITEMS_LIMIT} elements, got {len(acks)}")
+    return [ack_item(ack, f"acknowledgments[{i}].", body.consumer_group) for i, ack in enumerate(acks)]
+
+
+def operations(body: bodies.TransactionBody) -> list[PushOp | AckOp]:
+    """The operations of a transaction."""
+    if not body.operations:
+        raise bad("operations", "array cannot be empty")
+    if len(body.operations) > ITEMS_LIMIT:
+        raise bad("operations", f"must have at most {ITEMS_LIMIT} elements, got {len(body.operations)}")
+    done: list[PushOp | AckOp] = []
+    for i, operation in enumerate(body.operations):
+        if hasattr(operation, "items"):
+            done.append(PushOp(push_items(operation.items, f"operations[{i}].items")))
+        else:
+            item = ack_item(operation, f"operations[{i}].", None)
+            done.append(AckOp(item, item.group or QUEUE_MODE))
+    if sum(len(op.items) if isinstance(op, PushOp) else 1 for op in done) > ITEMS_LIMIT:
+        raise bad("operations", f"must hold at most {ITEMS_LIMIT} pushes and acks in all")
+    return done

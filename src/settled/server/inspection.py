@@ -1,0 +1,187 @@
+"""Dead letters, single messages, their journal and the traces left on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from . import answers, bodies
+from .convert import partition_id
+from .exchange import Answer, HttpError, Request, bad, ok
+from .parse import LIMIT, OFFSET, QUEUE_MODE, Query, decode, name
+
+if TYPE_CHECKING:
+    from settled.queue.engine import Engine
+
+_trace = msgspec.json.Decoder(bodies.TraceBody)
+
+
+class DeadLetters:
+    """Dead letters: listing, putting back, dropping."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def list(self, request: Request) -> Answer:
+        """GET /api/v1/dlq."""
+        query = Query(request.query)
+        page = await self._engine.dead_letters(
+            queue=query.name("queue"),
+            partition=query.name("partition"),
+            group=query.name("consumerGroup"),
+            since=query.time("from"),
+            until=query.time("to"),
+            limit=query.integer("limit", 100, 1, LIMIT),
+            offset=query.integer("offset", 0, 0, OFFSET),
+        )
+        return ok(
+            {
+                "messages": [answers.dead_letter(row) for row in page.rows],
+                "total": page.total,
+                "limit": page.limit,
+                "offset": page.offset,
+                "pagination": {"limit": page.limit, "offset": page.offset, "total": page.total},
+            }
+        )
+
+    async def requeue(self, request: Request) -> Answer:
+        """POST /api/v1/dlq/{id}/retry."""
+        result = await self._engine.requeue(partition_id(request.segments[0], "id"))
+        return ok(
+            {
+                "success": True,
+                "transactionId": result.transaction_id,
+                "messageId": result.message_id,
+                "partitionId": result.partition_id,
+                "queueName": result.queue,
+            }
+        )
+
+    async def delete(self, request: Request) -> Answer:
+        """DELETE /api/v1/dlq/{id}."""
+        letter = partition_id(request.segments[0], "id")
+        if not await self._engine.delete_dead_letters([letter]):
+            raise HttpError(404, f"dead letter not found: {letter}")
+        return ok({"success": True, "id": letter})
+
+
+class Inspection:
+    """Single messages and the traces left on them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def list(self, request: Request) -> Answer:
+        """GET /api/v1/messages."""
+        query = Query(request.query)
+        status = query.text("status")
+        if status not in (None, "pending", "processing", "completed", "dead_letter"):
+            raise bad("status", f"must be pending, processing, completed or dead_letter, got {status!r}")
+        views = await self._engine.messages(
+            queue=query.name("queue"),
+            partition=query.name("partition"),
+            namespace=query.name("ns") or query.name("namespace"),
+            task=query.name("task"),
+            status=status,
+            since=query.time("from"),
+            until=query.time("to"),
+            limit=query.integer("limit", 200, 1, LIMIT),
+            offset=query.integer("offset", 0, 0, OFFSET),
+        )
+        return ok({"messages": [answers.message(view) for view in views], "mode": answers.mode(views)})
+
+    async def one(self, request: Request) -> Answer:
+        """GET /api/v1/messages/{partitionId}/{transactionId}."""
+        return ok(answers.message_detail(await self._engine.message(*_address(request))))
+
+    async def delete(self, request: Request) -> Answer:
+        """DELETE /api/v1/messages/{partitionId}/{transactionId}."""
+        partition, transaction = _address(request)
+        await self._engine.delete_message(partition, transaction)
+        return ok({**_named(partition, transaction), "message": "deleted"})
+
+    async def retry(self, request: Request) -> Answer:
+        """POST /api/v1/messages/{partitionId}/{transactionId}/retry: put its dead letters back."""
+        partition, transaction = _address(request)
+        group = Query(request.query).name("consumerGroup")
+        count = await self._engine.retry_message(partition, transaction, group=group)
+        return ok({**_named(partition, transaction), "requeued": count})
+
+    async def bury(self, request: Request) -> Answer:
+        """POST /api/v1/messages/{partitionId}/{transactionId}/dlq: to the dead letters."""
+        partition, transaction = _address(request)
+        group = Query(request.query).name("consumerGroup") or QUEUE_MODE
+        await self._engine.bury_message(partition, transaction, group=group)
+        return ok({**_named(partition, transaction), "consumerGroup": group})
+
+    async def journal(self, request: Request) -> Answer:
+        """GET /api/v1/journal: how messages were settled, when, by whom."""
+        query = Query(request.query)
+        partition = query.text("partitionId")
+        entries = await self._engine.journal(
+            queue=query.name("queue"),
+            partition_id=None if partition is None else partition_id(partition),
+            transaction_id=query.name("transactionId"),
+            limit=query.integer("limit", 100, 1, LIMIT),
+        )
+        return ok({"entries": entries})
+
+    async def trace(self, request: Request) -> Answer:
+        """POST /api/v1/traces."""
+        body = decode(request.body, _trace)
+        given = body.trace_names
+        names = [given] if isinstance(given, str) else given or []
+        note = await self._engine.trace(
+            partition_id(body.partition_id),
+            name(body.transaction_id, "transactionId"),
+            bytes(body.data),
+            names=[name(each, "traceNames") for each in names[:100]],
+            event_type=name(body.event_type or "info", "eventType"),
+            group=None if body.consumer_group is None else name(body.consumer_group, "consumerGroup"),
+        )
+        return ok({"success": True, "traceId": note}, 201)
+
+    async def traces(self, request: Request) -> Answer:
+        """GET /api/v1/traces/{partitionId}/{transactionId}."""
+        notes = await self._engine.traces(*_address(request))
+        return ok({"traces": [answers.trace(note) for note in notes]})
+
+    async def traces_by_name(self, request: Request) -> Answer:
+        """GET /api/v1/traces/by-name/{name}."""
+        limit, offset = _paging(request, 100)
+        page = await self._engine.traces_by_name(request.segments[0], limit=limit, offset=offset)
+        return ok({"traces": [answers.trace(note) for note in page.rows], **_page(page.total, limit, offset)})
+
+    async def trace_names(self, request: Request) -> Answer:
+        """GET /api/v1/traces/names."""
+        limit, offset = _paging(request, 50)
+        page = await self._engine.trace_names(limit=limit, offset=offset)
+        rows = [
+            {
+                "trace_name": row.name,
+                "trace_count": row.traces,
+                "message_count": row.messages,
+                "last_seen": row.last_seen,
+            }
+            for row in page.rows
+        ]
+        return ok({"trace_names": rows, **_page(page.total, limit, offset)})
+
+
+def _address(request: Request) -> tuple[str, str]:
+    partition, transaction = request.segments
+    return partition_id(partition), name(transaction, "transactionId")
+
+
+def _named(partition: str, transaction: str) -> dict[str, Any]:
+    return {"success": True, "partitionId": partition, "transactionId": transaction}
+
+
+def _paging(request: Request, default: int) -> tuple[int, int]:
+    query = Query(request.query)
+    return query.integer("limit", default, 1, LIMIT), query.integer("offset", 0, 0, OFFSET)
+
+
+def _page(total: int, limit: int, offset: int) -> dict[str, Any]:
+    return {"total": total, "pagination": {"limit": limit, "offset": offset, "total": total}}

@@ -1,0 +1,208 @@
+"""The hot routes: push, pop, ack, batch ack, lease extension and transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from settled.queue.types import AckItem, AckResult, Popped, PopRequest, PushOp, PushResult
+
+from . import answers, bodies
+from .convert import ack_item, ack_items, operations, push_items
+from .exchange import Answer, Request, bad, ok
+from .parse import decode, name, pop_query
+
+if TYPE_CHECKING:
+    from settled.queue.engine import Engine
+
+PAUSE = 1.0
+LEASE_LIMIT = 86_400
+
+_push = msgspec.json.Decoder(bodies.PushBody)
+_ack = msgspec.json.Decoder(bodies.AckBody)
+_ack_batch = msgspec.json.Decoder(bodies.AckBatchBody)
+_transaction = msgspec.json.Decoder(bodies.TransactionBody)
+_extend = msgspec.json.Decoder(bodies.ExtendBody)
+
+_REFUSED = {"invalid_lease": 409, "not_found": 404}
+
+
+class Messages:
+    """Handlers over one engine; `stop()` ends the pops that wait."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._stopping = False
+        self._polls: set[asyncio.Task[Any]] = set()
+
+    def stop(self) -> None:
+        """Answer every waiting pop now, and let none wait from here on."""
+        self._stopping = True
+        for poll in self._polls:
+            poll.cancel()
+
+    async def push(self, request: Request) -> Answer:
+        """POST /api/v1/push."""
+        items = push_items(decode(request.body, _push).items)
+        if not items:
+            return Answer(201, b"[]")
+        return Answer(201, answers.pushed(await self._engine.push(items), items))
+
+    async def pop_queue(self, request: Request) -> Answer:
+        """GET /api/v1/pop/queue/{queue} and .../partition/{partition}."""
+        query = pop_query(request.query)
+        queue, *rest = request.segments
+        name(queue, "queue")
+        partition = name(rest[0], "partition") if rest else None
+        return await self._pop(
+            request,
+            PopRequest(
+                queue=queue,
+                partition=partition,
+                group=query.group,
+                batch=query.batch,
+                partitions=query.partitions,
+                auto_ack=query.auto_ack,
+                wait=query.wait,
+                lease_seconds=query.lease_seconds,
+                subscription_mode=query.mode,
+                subscription_from=query.origin,
+            ),
+        )
+
+    async def pop_any(self, request: Request) -> Answer:
+        """GET /api/v1/pop?namespace=&task=."""
+        query = pop_query(request.query)
+        if query.namespace is None and query.task is None:
+            raise bad("namespace", "or task is required; to pop one queue use /api/v1/pop/queue/{queue}")
+        return await self._pop(
+            request,
+            PopRequest(
+                namespace=query.namespace,
+                task=query.task,
+                group=query.group,
+                batch=query.batch,
+                partitions=query.partitions,
+                auto_ack=query.auto_ack,
+                wait=query.wait,
+                lease_seconds=query.lease_seconds,
+                subscription_mode=query.mode,
+                subscription_from=query.origin,
+            ),
+        )
+
+    async def _pop(self, request: Request, wanted: PopRequest) -> Answer:
+        if not wanted.wait or self._stopping:
+            return Answer(200, answers.popped(await self._engine.pop(wanted), wanted))
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - a handler always runs in a task
+        self._polls.add(task)
+        request.cancellable = True
+        try:
+            result = await self._engine.pop(wanted)
+            if result.empty == "paused":
+                # Whoever polls in a loop must not spin while consumption is switched off.
+                await asyncio.sleep(min(PAUSE, wanted.wait))
+        except asyncio.CancelledError:
+            if not self._told_to_stop(request):
+                raise
+            task.uncancel()
+            return Answer(200, answers.popped(_nothing(wanted), wanted))
+        finally:
+            request.cancellable = False
+            self._polls.discard(task)
+        if request.gone and result.lease_id:
+            await self._give_back(result)
+        return Answer(200, answers.popped(result, wanted))
+
+    def _told_to_stop(self, request: Request) -> bool:
+        return self._stopping and not request.gone
+
+    async def _give_back(self, result: Popped) -> None:
+        """The client hung up before it got its messages: others need not wait for the lease to expire."""
+        items = [
+            AckItem(m.transaction_id, m.partition_id, "retry", m.lease_id, group=m.group)
+            for m in result.messages()
+        ]
+        await self._engine.ack(items, result.group, atomic=False)
+
+    async def ack(self, request: Request) -> Answer:
+        """POST /api/v1/ack."""
+        item = ack_item(decode(request.body, _ack), "", None)
+        result = (await self._engine.ack([item], item.group or ""))[0]
+        return Answer(_status(result), msgspec.json.encode(answers.acked(0, result)))
+
+    async def ack_batch(self, request: Request) -> Answer:
+        """POST /api/v1/ack/batch: all or nothing, unless `atomic` is false."""
+        body = decode(request.body, _ack_batch)
+        items = ack_items(body)
+        if not items:
+            return Answer(200, b"[]")
+        results = await self._engine.ack(items, items[0].group or "", atomic=body.atomic)
+        shown = [answers.acked(i, result) for i, result in enumerate(results)]
+        refused = [result for result in shown if not result.success and result.message != "not_applied"]
+        if not body.atomic or not refused:
+            return Answer(200, msgspec.json.encode(shown))
+        first = refused[0]
+        error = f"acknowledgments[{first.index}]: {first.error}; nothing was settled"
+        return ok({"success": False, "message": first.message, "error": error, "results": shown}, 409)
+
+    async def extend(self, request: Request) -> Answer:
+        """POST /api/v1/lease/{leaseId}/extend; the body may be left out."""
+        seconds = decode(request.body, _extend).seconds if request.body else None
+        if seconds is None:
+            seconds = 60
+        if not 0 < seconds <= LEASE_LIMIT:
+            raise bad("seconds", f"must be more than 0 and at most {LEASE_LIMIT}, got {seconds}")
+        result = await self._engine.extend(request.segments[0], seconds)
+        if result.success:
+            return ok(answers.extended(result))
+        return ok(answers.extended(result), 404 if "not found" in (result.error or "") else 409)
+
+    async def transaction(self, request: Request) -> Answer:
+        """POST /api/v1/transaction."""
+        body = decode(request.body, _transaction)
+        wanted = operations(body)
+        result = await self._engine.transaction(wanted, body.required_leases or ())
+        kinds = [
+            kind
+            for op in wanted
+            for kind in (["push"] * len(op.items) if isinstance(op, PushOp) else ["ack"])
+        ]
+        shown = [
+            _operation(i, kind, each)
+            for i, (kind, each) in enumerate(zip(kinds, result.results, strict=False))
+        ]
+        answer = {"transactionId": str(uuid.uuid4()), "success": result.success, "results": shown}
+        if result.success:
+            return ok(answer)
+        why = next(
+            (r.message for r in result.results if isinstance(r, AckResult) and not r.success), "conflict"
+        )
+        return ok({**answer, "error": result.error or "Transaction failed", "message": why}, 409)
+
+
+def _status(result: AckResult) -> int:
+    return 200 if result.success else _REFUSED.get(result.message, 409)
+
+
+def _operation(index: int, kind: str, result: PushResult | AckResult) -> dict[str, Any]:
+    if isinstance(result, AckResult):
+        return {"type": kind, **msgspec.to_builtins(answers.acked(index, result))}
+    return {
+        "index": index,
+        "type": kind,
+        "success": result.status != "duplicate",
+        "status": result.status,
+        "transactionId": result.transaction_id,
+        "messageId": result.message_id,
+        "partitionId": result.partition_id,
+        "queueName": result.queue,
+    }
+
+
+def _nothing(wanted: PopRequest) -> Popped:
+    return Popped(group=wanted.group, empty="timeout")

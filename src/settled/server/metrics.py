@@ -1,0 +1,167 @@
+"""The figures of a server as Prometheus text: this process, its siblings, and the queues in the database."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from settled.queue.types import GroupLag, QueueStats
+
+STALE_AFTER = 30.0
+
+_NAME = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class Counters:
+    """Requests by route and status, with their time."""
+
+    def __init__(self) -> None:
+        self.requests: dict[tuple[str, str, int], int] = {}
+        self.seconds: dict[tuple[str, str], float] = {}
+        self.started = time.time()
+
+    def add(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count one answered request."""
+        key = (method, route, status)
+        self.requests[key] = self.requests.get(key, 0) + 1
+        spot = (method, route)
+        self.seconds[spot] = self.seconds.get(spot, 0.0) + seconds
+
+
+class Snapshot(msgspec.Struct):
+    """One process's figures at one moment."""
+
+    at: float
+    requests: list[tuple[str, str, int, int]]
+    seconds: list[tuple[str, str, float]]
+    engine: dict[str, float]
+    connections: int
+    memory: int
+
+
+_snapshot = msgspec.json.Decoder(Snapshot)
+
+
+def snapshot(counters: Counters, engine: dict[str, float], connections: int) -> Snapshot:
+    """This process's figures now."""
+    return Snapshot(
+        time.time(),
+        [(*key, count) for key, count in counters.requests.items()],
+        [(*key, spent) for key, spent in counters.seconds.items()],
+        engine,
+        connections,
+        resident_bytes(),
+    )
+
+
+class Board:
+    """A directory where each worker process leaves its snapshot, so that any of them can answer for all."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._own = f"{os.getpid()}.json"
+
+    def write(self, own: Snapshot) -> None:
+        """Leave this process's figures for its siblings."""
+        if self._folder is None:
+            return
+        draft = self._folder / f".{self._own}"
+        draft.write_bytes(msgspec.json.encode(own))
+        draft.replace(self._folder / self._own)
+
+    def gather(self, own: Snapshot) -> list[Snapshot]:
+        """Every process's figures; a sibling that has been silent for long is left out."""
+        found = [own]
+        if self._folder is None:
+            return found
+        for file in self._folder.glob("*.json"):
+            if file.name == self._own:
+                continue
+            try:
+                sibling = _snapshot.decode(file.read_bytes())
+            except (OSError, msgspec.MsgspecError):
+                continue
+            if own.at - sibling.at < STALE_AFTER:
+                found.append(sibling)
+        return found
+
+
+def render(snapshots: Iterable[Snapshot], queues: Iterable[QueueStats], groups: Iterable[GroupLag]) -> str:
+    """Prometheus text; processes are summed."""
+    lines: list[str] = []
+    requests: dict[tuple[str, str, int], int] = {}
+    seconds: dict[tuple[str, str], float] = {}
+    engine: dict[str, float] = {}
+    workers = connections = memory = 0
+    for each in snapshots:
+        workers += 1
+        connections += each.connections
+        memory += each.memory
+        for method, route, status, count in each.requests:
+            requests[method, route, status] = requests.get((method, route, status), 0) + count
+        for method, route, spent in each.seconds:
+            seconds[method, route] = seconds.get((method, route), 0.0) + spent
+        for key, value in each.engine.items():
+            engine[key] = engine.get(key, 0.0) + value
+
+    def family(name: str, kind: str, help_: str, rows: Iterable[tuple[Mapping[str, object], float]]) -> None:
+        lines.append(f"# HELP {name} {help_}")
+        lines.append(f"# TYPE {name} {kind}")
+        for labels, value in rows:
+            inside = ",".join(f'{key}="{_escape(str(text))}"' for key, text in labels.items())
+            lines.append(f"{name}{{{inside}}} {value:g}" if inside else f"{name} {value:g}")
+
+    family("settled_workers", "gauge", "Server processes.", [({}, workers)])
+    family("settled_connections", "gauge", "Open HTTP connections.", [({}, connections)])
+    family("settled_resident_memory_bytes", "gauge", "Memory of the server processes.", [({}, memory)])
+    family(
+        "settled_http_requests_total", "counter", "Answered requests.",
+        [({"method": m, "route": r, "status": s}, n) for (m, r, s), n in sorted(requests.items())],
+    )  # fmt: skip
+    family(
+        "settled_http_request_seconds_total", "counter", "Time spent on requests, waiting included.",
+        [({"method": m, "route": r}, round(n, 6)) for (m, r), n in sorted(seconds.items())],
+    )  # fmt: skip
+    for key, value in sorted(engine.items()):
+        family(f"settled_engine_{_NAME.sub('_', key)}", "untyped", "A figure of the engine.", [({}, value)])
+    queues = list(queues)
+    for field, help_ in (
+        ("total", "Messages retained."),
+        ("pending", "Messages not settled by the slowest group."),
+        ("processing", "Messages under a lease."),
+        ("dead", "Dead letters."),
+        ("partitions", "Partitions."),
+    ):
+        rows = [({"queue": q.name}, float(getattr(q, field))) for q in queues]
+        family(f"settled_queue_{field}", "gauge", help_, rows)
+    groups = list(groups)
+    family(
+        "settled_group_lag", "gauge", "Messages a group is behind.",
+        [({"group": g.group, "queue": g.queue}, g.total_lag) for g in groups],
+    )  # fmt: skip
+    family(
+        "settled_group_lag_seconds", "gauge", "Age of the oldest message a group has not settled.",
+        [({"group": g.group, "queue": g.queue}, g.max_time_lag) for g in groups],
+    )  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def resident_bytes() -> int:
+    """Memory of this process, where the system tells."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,235 @@
+"""From the bytes of a request to checked values, or a 400 that names the field; pure functions."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from .exchange import HttpError, bad
+
+T = TypeVar("T")
+
+NAME_LIMIT = 255
+ERROR_LIMIT = 4096
+BATCH_LIMIT = 10_000
+PARTITIONS_LIMIT = 10_000
+TIMEOUT_LIMIT = 3_600_000
+LIMIT = 1000
+OFFSET = 2**31 - 1
+AUTOPILOT_BATCH = 200
+AUTOPILOT_PARTITIONS = 10
+QUEUE_MODE = "__QUEUE_MODE__"
+
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<where>.*)`)?$", re.DOTALL)
+_EXPECTED = re.compile(r"^Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`$")
+_MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`$")
+_WORDS = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "an array",
+}
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """A checked body.
+
+    >>> import msgspec
+    >>> decode(b'{"a": 1}', msgspec.json.Decoder(dict[str, int]))
+    {'a': 1}
+    """
+    if not body:
+        raise HttpError(400, "Empty request body: send a JSON object")
+    try:
+        # Payloads are passed through as bytes, so nothing else would notice a bad byte inside them.
+        if not body.isascii():
+            body.decode()
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise HttpError(400, f"Invalid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise HttpError(400, f"Invalid JSON: not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise HttpError(400, "Invalid JSON: nested too deeply") from None
+
+
+def explain(error: str) -> HttpError:
+    """A decoder's complaint in our words: which field, what it must be, what came.
+
+    >>> explain("Expected `str`, got `int` - at `$.items[0].queue`").error
+    'items[0].queue must be a string, got int'
+    >>> explain("Object missing required field `queue` - at `$.items[0]`").error
+    'items[0].queue is required'
+    """
+    found = _AT.match(error)
+    what, where = (found["what"], found["where"] or "") if found else (error, "")
+    missing = _MISSING.match(what)
+    if missing:
+        return bad(f"{where}.{missing['field']}" if where else missing["field"], "is required")
+    expected = _EXPECTED.match(what)
+    if expected:
+        wanted = " or ".join(_WORDS.get(word.strip(), word.strip()) for word in expected["wanted"].split("|"))
+        return bad(where or "body", f"must be {wanted}, got {expected['got']}")
+    return bad(where or "body", f"is not valid: {what}")
+
+
+def name(value: str, field: str) -> str:
+    """A queue, partition or group name, or an id: 1 to 255 characters, none of them NUL."""
+    if not 0 < len(value) <= NAME_LIMIT:
+        raise bad(field, f"must have 1..{NAME_LIMIT} characters, got {len(value)}")
+    if "\x00" in value:
+        raise bad(field, "must not contain NUL")
+    return value
+
+
+def uuid_of(value: str, field: str) -> uuid.UUID:
+    """A uuid, or a 400."""
+    try:
+        return uuid.UUID(value)
+    except ValueError:
+        raise bad(field, f"must be a uuid, got {value[:64]!r}") from None
+
+
+def timestamp(value: str, field: str) -> datetime:
+    """An ISO 8601 time or date; without an offset it is UTC.
+
+    >>> timestamp("2024-01-15", "from").isoformat()
+    '2024-01-15T00:00:00+00:00'
+    """
+    try:
+        # A "+" of an offset that a client did not quote arrives as a space.
+        moment = datetime.fromisoformat(value.replace(" ", "+") if "T" in value else value)
+    except ValueError:
+        raise bad(
+            field, f"must be an ISO 8601 time such as 2026-01-31T12:00:00Z, got {value[:64]!r}"
+        ) from None
+    # Postgres and the arithmetic of time zones both end somewhere; this is well inside.
+    if not 1970 <= moment.year <= 9000:
+        raise bad(field, f"must be a year between 1970 and 9000, got {moment.year}")
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+class Query:
+    """The parameters of a query string, each read with its type; the first of a repeated name counts."""
+
+    def __init__(self, raw: bytes) -> None:
+        try:
+            pairs = parse_qsl(raw.decode(), keep_blank_values=True, errors="strict", max_num_fields=100)
+        except (UnicodeDecodeError, ValueError) as error:
+            raise bad("query", f"string cannot be read: {error}") from None
+        self._values: dict[str, str] = {}
+        for key, value in pairs:
+            if "\x00" in value:
+                raise bad(key, "must not contain NUL")
+            self._values.setdefault(key, value)
+
+    def text(self, field: str) -> str | None:
+        """A parameter as it is; empty counts as absent."""
+        return self._values.get(field) or None
+
+    def name(self, field: str) -> str | None:
+        """A parameter that is a name."""
+        value = self.text(field)
+        return None if value is None else name(value, field)
+
+    def integer(self, field: str, default: int, low: int, high: int) -> int:
+        """A whole number within bounds."""
+        value = self._values.get(field)
+        if value is None or value == "":
+            return default
+        try:
+            if len(value) > 20 or not value.isascii():
+                raise ValueError
+            number = int(value)
+        except ValueError:
+            raise bad(field, f"must be an integer, got {value[:64]!r}") from None
+        if not low <= number <= high:
+            raise bad(field, f"must be {low}..{high}, got {number}")
+        return number
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        """`true`, `1`, `false` or `0`."""
+        match self._values.get(field, "").lower():
+            case "":
+                return default
+            case "true" | "1":
+                return True
+            case "false" | "0":
+                return False
+            case value:
+                raise bad(field, f"must be true or false, got {value[:64]!r}")
+
+    def time(self, field: str) -> datetime | None:
+        """A time, or None if it is not given."""
+        value = self.text(field)
+        return None if value is None else timestamp(value, field)
+
+    def has(self, field: str) -> bool:
+        """Whether the parameter is there and not empty."""
+        return bool(self._values.get(field))
+
+
+class PopQuery(msgspec.Struct, frozen=True):
+    """The parameters of a pop."""
+
+    batch: int
+    partitions: int
+    wait: float
+    group: str
+    auto_ack: bool
+    lease_seconds: int | None
+    mode: str | None
+    origin: str | None
+    namespace: str | None
+    task: str | None
+
+
+@lru_cache(maxsize=4096)
+def pop_query(raw: bytes) -> PopQuery:
+    """The parameters of a pop, remembered, since consumers repeat themselves.
+
+    >>> pop_query(b"batch=5&wait=true&timeout=1500").wait
+    1.5
+    """
+    query = Query(raw)
+    autopilot = query.flag("autopilot")
+    if query.flag("conflation"):
+        raise bad("conflation", "is not supported by this server")
+    mode, origin = _start(query)
+    timeout = query.integer("timeout", 30_000, 0, TIMEOUT_LIMIT) / 1000
+    return PopQuery(
+        batch=query.integer("batch", AUTOPILOT_BATCH if autopilot else 1, 1, BATCH_LIMIT),
+        partitions=query.integer("partitions", AUTOPILOT_PARTITIONS if autopilot else 1, 1, PARTITIONS_LIMIT),
+        wait=timeout if query.flag("wait") else 0.0,
+        group=query.name("consumerGroup") or QUEUE_MODE,
+        auto_ack=query.flag("autoAck"),
+        lease_seconds=query.integer("leaseSeconds", 0, 0, 86_400) or None,
+        mode=mode,
+        origin=origin,
+        namespace=query.name("namespace"),
+        task=query.name("task"),
+    )
+
+
+def _start(query: Query) -> tuple[str | None, str | None]:
+    """Where a new group begins: a mode, or the time it starts from; both None for the server's default."""
+    origin = query.text("subscriptionFrom")
+    mode = query.text("subscriptionMode")
+    if mode not in (None, "all", "new", "new-only"):
+        raise bad("subscriptionMode", f"must be all or new, got {mode[:64]!r}")
+    if origin is None:
+        return ("new" if mode == "new-only" else mode), None
+    if origin in ("now", "new"):
+        return "new", None
+    if origin in ("beginning", "all"):
+        return "all", None
+    return None, timestamp(origin, "subscriptionFrom").isoformat()

@@ -1,0 +1,190 @@
+"""`serve`: the embedded Postgres, the listening socket and the worker processes of one server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from settled.queue.embedded import EmbeddedError, EmbeddedPostgres
+
+from .config import BODY_LIMIT, GRACE, HOST, PORT, Config, data_directory, default_workers
+from .worker import CONFIG, run, stop_on_signals, work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+log = logging.getLogger("settled.server")
+
+WATCH_EVERY = 1.0
+START_WITHIN = 120.0
+
+
+def serve(
+    host: str = HOST,
+    port: int = PORT,
+    workers: int | None = None,
+    dsn: str | None = None,
+    data: str | os.PathLike[str] | None = None,
+    *,
+    body_limit: int = BODY_LIMIT,
+    grace: float = GRACE,
+    announce: Callable[[str], object] = print,
+) -> None:
+    """Run a server until it is told to stop (SIGTERM or SIGINT).
+
+    Without `dsn` an embedded Postgres is started in `data`. Port 0 takes a free one. `announce` is given the
+    lines that say where the server listens and where the data is.
+    """
+    home = data_directory(data)
+    sock = listen(host, port)
+    with contextlib.ExitStack() as stack:
+        stack.callback(sock.close)
+        embedded = None
+        if dsn is None:
+            embedded = EmbeddedPostgres.start(home)
+            stack.callback(embedded.stop)
+        count = workers or default_workers()
+        board = stack.enter_context(tempfile.TemporaryDirectory(prefix="settled-")) if count > 1 else None
+        config = Config(dsn or embedded_dsn(embedded), body_limit, grace, board)
+        where = f"data in {home}" if embedded else "data in the Postgres of --dsn"
+
+        def ready() -> None:
+            shown = f"[{host}]" if ":" in host else host
+            announce(f"settled is listening on http://{shown}:{sock.getsockname()[1]}")
+            announce(where)
+
+        run(_supervise(config, count, sock, home if embedded else None, ready))
+
+
+def embedded_dsn(embedded: EmbeddedPostgres | None) -> str:
+    """The DSN of a Postgres that was just started."""
+    if embedded is None:
+        raise ValueError("dsn is required without an embedded Postgres")
+    return embedded.dsn
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; a port that is taken is named."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    sock.setblocking(False)
+    return sock
+
+
+async def _supervise(
+    config: Config, count: int, sock: socket.socket, home: Path | None, ready: Callable[[], None]
+) -> None:
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    keeper = asyncio.create_task(_keep_postgres(home)) if home is not None else None
+    try:
+        if count == 1:
+            await work(config, sock, ready, stop)
+        else:
+            sock.listen(2048)
+            await _run_workers(config, count, sock, ready, stop)
+    finally:
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+
+
+async def _keep_postgres(home: Path) -> None:
+    """Start the embedded Postgres again if it dies."""
+    joined: list[EmbeddedPostgres] = []
+    watched = await asyncio.to_thread(EmbeddedPostgres.start, home)
+    joined.append(watched)
+    try:
+        while True:
+            await asyncio.sleep(WATCH_EVERY)
+            if await asyncio.to_thread(watched.is_running):
+                continue
+            log.warning("the embedded Postgres in %s is gone; starting it again", home)
+            try:
+                joined.append(await asyncio.to_thread(EmbeddedPostgres.start, home))
+            except EmbeddedError as error:
+                log.warning("%s", error)
+    finally:
+        for each in joined:
+            each.stop()
+
+
+class _Worker:
+    """One child process, and how it says that it is ready."""
+
+    def __init__(self, config: Config, sock: socket.socket, lifeline: int) -> None:
+        self.ready, telling = os.pipe()
+        self.process = subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-m", "settled.server.worker", str(sock.fileno()), str(telling), str(lifeline)],
+            pass_fds=(sock.fileno(), telling, lifeline),
+            env={**os.environ, CONFIG: msgspec.json.encode(config).decode()},
+        )
+        os.close(telling)
+
+    def wait_ready(self) -> bool:
+        """Blocks until the child listens, or died."""
+        try:
+            return os.read(self.ready, 1) == b"."
+        finally:
+            os.close(self.ready)
+
+
+async def _run_workers(
+    config: Config, count: int, sock: socket.socket, ready: Callable[[], None], stop: asyncio.Event
+) -> None:
+    lifeline, held = os.pipe()
+    children: dict[int, _Worker] = {}
+
+    async def launch(index: int) -> None:
+        children[index] = child = _Worker(msgspec.structs.replace(config, index=index), sock, lifeline)
+        if not await asyncio.wait_for(asyncio.to_thread(child.wait_ready), START_WITHIN):
+            raise RuntimeError(f"worker {index} did not start; its error is above")
+
+    try:
+        # The first one brings the schema up to date; the others find it done.
+        await launch(0)
+        await asyncio.gather(*(launch(index) for index in range(1, count)))
+        ready()
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), 0.5)
+            for index, child in list(children.items()):
+                if child.process.poll() is not None and not stop.is_set():
+                    log.warning("worker %d ended with %s; starting another", index, child.process.returncode)
+                    try:
+                        await launch(index)
+                    except RuntimeError as error:
+                        log.warning("%s", error)
+                        await asyncio.sleep(1.0)
+    finally:
+        for child in children.values():
+            if child.process.poll() is None:
+                child.process.terminate()
+        for child in children.values():
+            await asyncio.to_thread(_reap, child.process, config.grace + 5)
+        os.close(held)
+        os.close(lifeline)
+
+
+def _reap(process: subprocess.Popen[bytes], timeout: float) -> None:
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

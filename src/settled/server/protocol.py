@@ -1,0 +1,265 @@
+"""One HTTP/1.1 connection on asyncio: httptools parses, one request at a time is handled, bytes go out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from email.utils import formatdate
+from typing import TYPE_CHECKING
+
+import httptools
+
+from .exchange import Answer, HttpError, Request, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Handler = Callable[[Request], Awaitable[Answer]]
+
+log = logging.getLogger("settled.server")
+
+HEADER_LIMIT = 64 * 1024
+PIPELINE_LIMIT = 16
+LINGER = 2.0
+
+
+class Shared:
+    """What the connections of one server have in common."""
+
+    def __init__(self, handler: Handler, body_limit: int) -> None:
+        self.handler = handler
+        self.body_limit = body_limit
+        self.connections: set[Connection] = set()
+        self.stopping = False
+        self.date = b""
+        self._heads: dict[tuple[int, bytes], bytes] = {}
+        self.tick()
+
+    def tick(self) -> None:
+        """Refresh the Date header; called once a second."""
+        self.date = formatdate(usegmt=True).encode()
+        self._heads.clear()
+
+    def head(self, status: int, content_type: bytes) -> bytes:
+        """The status line and the headers that every such answer shares."""
+        key = (status, content_type)
+        head = self._heads.get(key)
+        if head is None:
+            head = self._heads[key] = (
+                b"HTTP/1.1 %d %s\r\ndate: %s\r\ncontent-type: %s\r\n"
+                b"access-control-allow-origin: *\r\ncontent-length: "
+                % (status, reason(status).encode(), self.date, content_type)
+            )
+        return head
+
+
+class Connection(asyncio.Protocol):
+    """Parses requests, hands them to the handler in order, writes each answer."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._waiting: deque[tuple[Request, bool]] = deque()
+        self._request: Request | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._resume: asyncio.Future[None] | None = None
+        self._closing = False
+        # Since when the peer owes us bytes of a request it began (0: it owes nothing).
+        self.started = 0.0
+        self.idle_since = self._loop.time()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._url = b""
+        self._body: bytes | bytearray = b""
+        self._in_head = False
+        self._head_size = 0
+        self._refused: HttpError | None = None
+        self._expects = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being handled or waits its turn."""
+        return self._task is not None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember the transport; asyncio calls this once."""
+        self._transport = transport  # type: ignore[assignment]
+        self._shared.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the peer, and end its long poll if it was in one."""
+        self._shared.connections.discard(self)
+        self._transport = None
+        self._waiting.clear()
+        if self._request is not None:
+            self._request.gone = True
+            if self._request.cancellable and self._task is not None:
+                self._task.cancel()
+        self.resume_writing()
+
+    def pause_writing(self) -> None:
+        """The peer reads slower than we write: hold the next answer."""
+        self._resume = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """The peer caught up."""
+        if self._resume is not None and not self._resume.done():
+            self._resume.set_result(None)
+        self._resume = None
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser; what it cannot read is answered 400 and the connection ends."""
+        if self._closing:
+            return
+        if not self.started:
+            self.started = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+            if self._in_head:
+                self._head_size += len(data)
+                if self._head_size > HEADER_LIMIT:
+                    self._end(HttpError(431, f"request line and headers: at most {HEADER_LIMIT} bytes"))
+        except httptools.HttpParserUpgrade:
+            self._closing = True
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if isinstance(cause, HttpError):
+                self._end(cause)
+            else:
+                self._end(HttpError(400, f"malformed HTTP request: {error}"))
+
+    def on_url(self, url: bytes) -> None:
+        """Part of the request target."""
+        self._in_head = True
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes | None) -> None:
+        """Only the headers that change how the body is read matter here."""
+        if len(name) == 14 and name.lower() == b"content-length":
+            if int(value or 0) > self._shared.body_limit:
+                self._refused = self._too_large()
+        elif len(name) == 6 and name.lower() == b"expect":
+            self._expects = (value or b"").lower() == b"100-continue"
+
+    def on_headers_complete(self) -> None:
+        """A body that is too large is refused before it is read."""
+        self._in_head = False
+        if self._refused is not None:
+            raise self._refused
+        if self._expects and self._transport is not None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, chunk: bytes) -> None:
+        """Part of the body; a chunked one may only now prove too large."""
+        if not self._body:
+            self._body = chunk
+        else:
+            if isinstance(self._body, bytes):
+                self._body = bytearray(self._body)
+            self._body += chunk
+        if len(self._body) > self._shared.body_limit:
+            raise self._too_large()
+
+    def _too_large(self) -> HttpError:
+        limit = self._shared.body_limit
+        return HttpError(413, f"body must be at most {limit} bytes", limit=limit)
+
+    def on_message_complete(self) -> None:
+        """A whole request is here: handle it now, or after those before it."""
+        path, _, query = self._url.partition(b"?")
+        if path[:1] != b"/":
+            path = _origin_form(path)
+        request = Request(self._parser.get_method().decode("latin-1"), path, query, bytes(self._body))
+        keep_alive = self._parser.should_keep_alive() and not self._shared.stopping
+        self._reset()
+        self.started = 0.0
+        if self._task is None:
+            self._start(request, keep_alive)
+            return
+        self._waiting.append((request, keep_alive))
+        if len(self._waiting) >= PIPELINE_LIMIT and self._transport is not None:
+            self._transport.pause_reading()
+
+    def _start(self, request: Request, keep_alive: bool) -> None:
+        self._request = request
+        self._task = self._loop.create_task(self._handle(request, keep_alive))
+
+    async def _handle(self, request: Request, keep_alive: bool) -> None:
+        try:
+            answer = await self._shared.handler(request)
+        except HttpError as error:
+            answer = error.answer()
+        except asyncio.CancelledError:
+            answer = None
+        except Exception:
+            log.exception("%s %r failed", request.method, request.path)
+            answer = HttpError(500, "internal error; the server's log has the details").answer()
+        self._request = None
+        if self._transport is None or answer is None:
+            self._task = None
+            return
+        self._write(answer, head_only=request.method == "HEAD", keep_alive=keep_alive)
+        if self._resume is not None:
+            await self._resume
+        self._task = None
+        if not keep_alive or self._shared.stopping:
+            self.close()
+        elif self._waiting:
+            following, keep = self._waiting.popleft()
+            if not self._waiting and self._transport is not None:
+                self._transport.resume_reading()
+            self._start(following, keep)
+        else:
+            self.idle_since = self._loop.time()
+            if self._closing:
+                self.close()
+
+    def _write(self, answer: Answer, *, head_only: bool, keep_alive: bool) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        keep_alive = keep_alive and not self._shared.stopping
+        tail = answer.extra if keep_alive else answer.extra + b"connection: close\r\n"
+        body = b"" if head_only or answer.status == 204 else answer.body
+        length = len(answer.body) if answer.status != 204 else 0
+        transport.write(
+            b"%s%d\r\n%s\r\n%s" % (self._shared.head(answer.status, answer.content_type), length, tail, body)
+        )
+
+    def _end(self, error: HttpError) -> None:
+        """Answer an error that leaves the stream unreadable, after what is in flight, and hang up."""
+        self._closing = True
+        self.started = 0.0
+        if self._transport is None:
+            return
+        if self._task is not None:
+            self._transport.pause_reading()
+            return
+        self._write(error.answer(), head_only=False, keep_alive=False)
+        # A peer that is still sending would lose the answer to a reset: let it finish, unread.
+        self._transport.write_eof()
+        self._loop.call_later(LINGER, self.close)
+
+    def close(self) -> None:
+        """Hang up once what was written has gone out."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def overdue(self, now: float, request_timeout: float, idle_timeout: float) -> bool:
+        """Whether the peer is too slow to finish a request, or has been silent for too long."""
+        if self.started:
+            return now - self.started > request_timeout
+        return not self.busy and now - self.idle_since > idle_timeout
+
+
+def _origin_form(target: bytes) -> bytes:
+    """`http://host/path` as proxies send it, and `*` of OPTIONS, reduced to a path."""
+    scheme, found, rest = target.partition(b"://")
+    if not found or not scheme:
+        return b"/"
+    slash = rest.find(b"/")
+    return rest[slash:] if slash >= 0 else b"/"

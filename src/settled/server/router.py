@@ -1,0 +1,124 @@
+"""Finds the handler of a method and a path; path parameters are percent-decoded a segment at a time."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from .exchange import Answer, HttpError, Request, bad
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from .openapi import Parameter
+
+    Endpoint = Callable[[Request], Awaitable[Answer]]
+
+SEGMENT_LIMIT = 1024
+
+
+class Route(NamedTuple):
+    """A method, a path like `/api/v1/dlq/{id}`, who answers it, and a sentence for the API document."""
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    summary: str
+    body: type | None = None
+    parameters: tuple[Parameter, ...] = ()
+
+
+class Node:
+    """One level of the path tree."""
+
+    __slots__ = ("children", "methods", "parameter")
+
+    def __init__(self) -> None:
+        self.children: dict[bytes, Node] = {}
+        self.parameter: Node | None = None
+        self.methods: dict[str, Route] = {}
+
+
+class Router:
+    """A tree of path segments; fixed words win over parameters."""
+
+    def __init__(self, routes: list[Route]) -> None:
+        self._root = Node()
+        self._fixed: dict[tuple[str, bytes], Route] = {}
+        self.routes = routes
+        for route in routes:
+            self._add(route)
+
+    def _add(self, route: Route) -> None:
+        node = self._root
+        for part in route.path.encode().split(b"/")[1:]:
+            if part.startswith(b"{"):
+                node.parameter = node.parameter or Node()
+                node = node.parameter
+            else:
+                node = node.children.setdefault(part, Node())
+        node.methods[route.method] = route
+        if "{" not in route.path:
+            self._fixed[route.method, route.path.encode()] = route
+
+    def find(self, request: Request) -> Route:
+        """The route of this request, with its `segments` set; 404, 405 or 400 otherwise."""
+        method = "GET" if request.method == "HEAD" else request.method
+        route = self._fixed.get((method, request.path))
+        if route is not None:
+            return route
+        found = _walk(self._root, request.path.split(b"/"), 1, ())
+        if found is None:
+            raise HttpError(404, f"no such route: {request.method} {request.path.decode('latin-1')}")
+        node, raw = found
+        route = node.methods.get(method)
+        if route is None:
+            allowed = ", ".join(sorted(node.methods))
+            raise HttpError(
+                405,
+                f"{request.method} is not allowed here; use {allowed}",
+                extra=b"allow: " + allowed.encode() + b"\r\n",
+            )
+        request.segments = decode_segments(raw)
+        return route
+
+
+def _walk(
+    node: Node, parts: list[bytes], depth: int, values: tuple[bytes, ...]
+) -> tuple[Node, tuple[bytes, ...]] | None:
+    if depth == len(parts):
+        return (node, values) if node.methods else None
+    part = parts[depth]
+    child = node.children.get(part)
+    if child is not None:
+        found = _walk(child, parts, depth + 1, values)
+        if found is not None:
+            return found
+    if node.parameter is None:
+        return None
+    return _walk(node.parameter, parts, depth + 1, (*values, part))
+
+
+@lru_cache(maxsize=4096)
+def decode_segments(raw: tuple[bytes, ...]) -> tuple[str, ...]:
+    """Percent-decoded path parameters.
+
+    >>> decode_segments((b"a%20b", b"c%2Fd"))
+    ('a b', 'c/d')
+    """
+    return tuple(_decode(part) for part in raw)
+
+
+def _decode(part: bytes) -> str:
+    if not part:
+        raise bad("path", "has an empty segment")
+    if len(part) > SEGMENT_LIMIT:
+        raise bad("path", f"segment must be at most {SEGMENT_LIMIT} bytes, got {len(part)}")
+    try:
+        text = unquote_to_bytes(part).decode()
+    except UnicodeDecodeError as error:
+        raise bad("path", f"segment is not UTF-8: {error}") from None
+    if "\x00" in text:
+        raise bad("path", "segment must not contain NUL")
+    return text

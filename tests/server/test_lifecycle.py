@@ -1,0 +1,166 @@
+"""Start, stop, restart of Postgres, several workers: what the operator sees."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import urllib3
+
+from settled.queue.embedded import EmbeddedPostgres
+from settled.server.testing import running_server
+from tests.server.http import Http
+
+
+def test_it_says_where_it_listens_and_where_the_data_is_and_keeps_the_data(tmp_path: Path) -> None:
+    with running_server(data=str(tmp_path)) as server:
+        assert any(f"listening on {server.url}" in line for line in server.output)
+        assert any(f"data in {tmp_path}" in line for line in server.output)
+        Http(server.url).push("kept", {"n": 1})
+        assert server.terminate() == 0
+    with running_server(data=str(tmp_path)) as server:
+        assert [m["data"] for m in Http(server.url).pop("kept")["messages"]] == [{"n": 1}]
+
+
+def test_settled_home_is_where_the_data_goes(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "settled.server.command", "serve", "--port", "0"],
+        env={**os.environ, "SETTLED_HOME": str(tmp_path / "home"), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+    process.stdout.close()
+    assert lines[1].strip() == f"data in {tmp_path / 'home'}"
+    assert (tmp_path / "home" / "postgres").is_dir()
+
+
+def test_a_port_that_is_taken_is_said_plainly(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "settled.server.command", "serve", "--port", port]
+        done = subprocess.run(
+            [*command, "--data", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_graceful_stop_answers_what_is_in_flight_and_ends_long_polls(tmp_path: Path) -> None:
+    async def main(url: str, pid: int) -> tuple[list[int], Any, float]:
+        async with aiohttp.ClientSession() as session:
+
+            async def push(i: int) -> int:
+                async with session.post(
+                    f"{url}/api/v1/push", json={"items": [{"queue": "q", "payload": i}]}
+                ) as answer:
+                    await answer.read()
+                    return answer.status
+
+            async def poll() -> Any:
+                params = {"wait": "true", "timeout": "30000"}
+                async with session.get(f"{url}/api/v1/pop/queue/empty", params=params) as answer:
+                    return await answer.json()
+
+            await push(0)
+            polling = asyncio.create_task(poll())
+            await asyncio.sleep(0.2)
+            pushes = [asyncio.create_task(push(i)) for i in range(40)]
+            await asyncio.sleep(0.03)
+            started = time.monotonic()
+            os.kill(pid, signal.SIGTERM)
+            return await asyncio.gather(*pushes), await polling, time.monotonic() - started
+
+    with running_server(data=str(tmp_path)) as server:
+        statuses, polled, spent = asyncio.run(main(server.url, server.process.pid))
+        assert statuses == [201] * 40
+        assert (polled["success"], polled["messages"]) == (True, [])
+        assert spent < 5
+        assert server.process.wait(20) == 0
+
+
+def test_it_survives_a_postgres_that_goes_away_and_comes_back() -> None:
+    with running_server() as server:
+        http = Http(server.url)
+        http.push("q", "before")
+        statuses: list[int] = []
+        pushed: list[int] = []
+        stop = threading.Event()
+
+        def produce() -> None:
+            own, i = Http(server.url), 0
+            while not stop.is_set():
+                items = [{"queue": "q", "payload": i, "transactionId": f"t{i}"}]
+                answer = own("POST", "/api/v1/push", {"items": items}, patience=60)
+                statuses.append(answer.status)
+                if answer.status == 503:
+                    assert int(answer.headers["retry-after"]) >= 1
+                    time.sleep(0.02)
+                else:
+                    assert answer.status == 201, answer
+                    pushed.append(i)
+                    i += 1
+
+        producer = threading.Thread(target=produce)
+        producer.start()
+        try:
+            wait_for(lambda: len(pushed) > 20)
+            assert server.data is not None
+            joined = EmbeddedPostgres.start(server.data)
+            joined.shut_down("immediate")
+            wait_for(lambda: 503 in statuses)
+            before = len(pushed)
+            wait_for(lambda: len(pushed) > before + 20, seconds=60)
+        finally:
+            stop.set()
+            producer.join()
+            joined.stop()
+        assert http("GET", "/health").status == 200
+        seen = []
+        while batch := http.pop("q", batch=1000, autoAck="true")["messages"]:
+            seen += [m["data"] for m in batch]
+        assert seen == ["before", *sorted(pushed)]
+
+
+def test_several_workers_share_the_work_and_a_dead_one_is_replaced() -> None:
+    with running_server(workers=2) as server:
+        http = Http(server.url)
+
+        def pids() -> set[int]:
+            found = set()
+            for _ in range(20):
+                # A connection that the killed process had accepted is reset.
+                with contextlib.suppress(urllib3.exceptions.HTTPError):
+                    found.add(Http(server.url)("GET", "/health").body["worker_id"])
+            return found
+
+        wait_for(lambda: len(pids()) == 2)
+        first, _ = sorted(pids())
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: (now := pids()) and first not in now and len(now) == 2, seconds=30)
+        for i in range(20):
+            Http(server.url).push("q", i)
+        assert [m["data"] for m in http.pop("q", batch=50)["messages"]] == list(range(20))
+
+
+def wait_for(condition: Any, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
