@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 import urllib3
 
 from settled.queue.embedded import EmbeddedPostgres
@@ -22,20 +25,28 @@ from settled.server.testing import running_server
 from tests.server.http import Http
 
 
-def test_it_says_where_it_listens_and_where_the_data_is_and_keeps_the_data(tmp_path: Path) -> None:
-    with running_server(data=str(tmp_path)) as server:
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A directory that the account of the embedded Postgres can reach, whoever runs the tests."""
+    with tempfile.TemporaryDirectory(prefix="settled-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_it_says_where_it_listens_and_where_the_data_is_and_keeps_the_data(home: Path) -> None:
+    with running_server(data=str(home)) as server:
         assert any(f"listening on {server.url}" in line for line in server.output)
-        assert any(f"data in {tmp_path}" in line for line in server.output)
+        assert any(f"data in {home}" in line for line in server.output)
         Http(server.url).push("kept", {"n": 1})
         assert server.terminate() == 0
-    with running_server(data=str(tmp_path)) as server:
+    with running_server(data=str(home)) as server:
         assert [m["data"] for m in Http(server.url).pop("kept")["messages"]] == [{"n": 1}]
 
 
-def test_settled_home_is_where_the_data_goes(tmp_path: Path) -> None:
+def test_settled_home_is_where_the_data_goes(home: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "settled.server.command", "serve", "--port", "0"],
-        env={**os.environ, "SETTLED_HOME": str(tmp_path / "home"), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "SETTLED_HOME": str(home / "inner"), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -44,25 +55,25 @@ def test_settled_home_is_where_the_data_goes(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
     process.stdout.close()
-    assert lines[1].strip() == f"data in {tmp_path / 'home'}"
-    assert (tmp_path / "home" / "postgres").is_dir()
+    assert lines[1].strip() == f"data in {home / 'inner'}"
+    assert (home / "inner" / "postgres").is_dir()
 
 
-def test_a_port_that_is_taken_is_said_plainly(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_said_plainly(home: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "settled.server.command", "serve", "--port", port]
         done = subprocess.run(
-            [*command, "--data", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+            [*command, "--data", str(home)], capture_output=True, text=True, timeout=60, check=False
         )
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_graceful_stop_answers_what_is_in_flight_and_ends_long_polls(tmp_path: Path) -> None:
+def test_a_graceful_stop_answers_what_is_in_flight_and_ends_long_polls(home: Path) -> None:
     async def main(url: str, pid: int) -> tuple[list[int], Any, float]:
         async with aiohttp.ClientSession() as session:
 
@@ -87,7 +98,7 @@ def test_a_graceful_stop_answers_what_is_in_flight_and_ends_long_polls(tmp_path:
             os.kill(pid, signal.SIGTERM)
             return await asyncio.gather(*pushes), await polling, time.monotonic() - started
 
-    with running_server(data=str(tmp_path)) as server:
+    with running_server(data=str(home)) as server:
         statuses, polled, spent = asyncio.run(main(server.url, server.process.pid))
         assert statuses == [201] * 40
         assert (polled["success"], polled["messages"]) == (True, [])

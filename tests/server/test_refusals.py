@@ -226,7 +226,7 @@ def test_acking_only_the_last_one_leaves_the_others(http: Http, queue: str) -> N
 
 
 def test_attempts_belong_to_a_message_not_to_its_partition(http: Http, queue: str) -> None:
-    http.configure(queue, retryLimit=1, retryDelay=0)
+    http.configure(queue, retryLimit=2, retryDelay=0)
     http.push(queue, "first", "second")
     for wanted in ("failed_retry", "failed_dlq"):
         [message] = http.pop(queue, wait="true", timeout=3000)["messages"]

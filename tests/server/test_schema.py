@@ -15,12 +15,12 @@ from settled.server.testing import RunningServer
 CHECKS = [not_a_server_error, content_type_conformance, status_code_conformance]
 # Switching the whole server off is tested elsewhere; here it would make the other answers 503.
 LEFT_OUT = ("/api/v1/system/maintenance", "/api/v1/system/maintenance/pop")
-EXAMPLES = 10
+EXAMPLES = 15
 
 
 def test_no_request_of_the_document_makes_the_server_fail(server: RunningServer) -> None:
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    operations = [found.ok() for found in document.get_all_operations()]
+    operations: list[Any] = [found.ok() for found in document.get_all_operations()]  # type: ignore[union-attr]
     tried = sum(
         probe(operation, mode)
         for operation in operations
@@ -46,8 +46,9 @@ def probe(operation: Any, mode: GenerationMode) -> int:
     def send(case: Any) -> None:
         nonlocal sent
         sent += 1
-        if case.query and "timeout" in case.query and "pop" in operation.path:
-            case.query = {**case.query, "timeout": 10}
+        if operation.path.startswith("/api/v1/pop"):
+            # What waits, waits; here it shall not take half a minute.
+            case.query = {**(case.query or {}), "timeout": 10}
         case.validate_response(case.call(timeout=20), checks=CHECKS)
 
     send()

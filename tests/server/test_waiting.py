@@ -56,7 +56,7 @@ def test_a_long_poll_wakes_when_another_process_took_the_push() -> None:
     assert statistics.median(spent) < 20, spent
 
 
-@pytest.mark.parametrize("milliseconds", [0, 150, 1500])
+@pytest.mark.parametrize("milliseconds", [50, 1500])
 def test_a_timeout_answers_on_time(http: Http, queue: str, milliseconds: int) -> None:
     started = time.monotonic()
     popped = http.pop(queue, wait="true", timeout=milliseconds)

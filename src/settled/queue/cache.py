@@ -27,6 +27,11 @@ class SegmentCache:
         self._segments: OrderedDict[tuple[int, int], Segment | tuple[int, bytes]] = OrderedDict()
         self._starts: dict[int, list[int]] = {}
 
+    @property
+    def size(self) -> int:
+        """How many bytes it holds, about."""
+        return self._size
+
     def put(self, lane_id: int, first_seq: int, created_us: int, raw: bytes) -> None:
         """Keep a segment as stored; it is decoded when somebody reads it."""
         key = (lane_id, first_seq)

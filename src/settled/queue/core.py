@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from settled.queue.ack import Settler
 from settled.queue.activity import Activity
+from settled.queue.admin import Room
 from settled.queue.cache import SegmentCache
-from settled.queue.db import Clock, Pool, migrate
+from settled.queue.db import Clock, Pool, migrate, sql
+from settled.queue.errors import Unavailable
+from settled.queue.janitor import Janitor
 from settled.queue.lanes import Registry
 from settled.queue.leases import Leases
 from settled.queue.poll import Poller
 from settled.queue.pop import Popper
 from settled.queue.push import Pusher
 from settled.queue.ready import ReadySets
+from settled.queue.schedule import Scheduler
 
 if TYPE_CHECKING:
     from settled.queue.lanes import Lane
@@ -42,16 +46,28 @@ class Core:
         self.activity = Activity(dsn, self.worker, self.registry, self.ready, self.clock)
         self.pusher = Pusher(dsn, self.worker, self.registry, self.cache, self.appended)
         self.popper = Popper(
-            dsn, self.worker, self.registry, self.cache, self.ready, self.leases, self.activity, self.clock
+            dsn,
+            self.worker,
+            self.registry,
+            self.cache,
+            self.ready,
+            self.leases,
+            self.activity,
+            self.clock,
+            self.pool,
         )
         self.poller = Poller(self.pool, self.registry, self.ready, self.popper, self.activity, self.clock)
         self.settler = Settler(
             dsn, self.worker, self.registry, self.cache, self.ready, self.leases, self.clock, self.activity
         )
+        self.scheduler = Scheduler(self)
+        self.janitor = Janitor(self)
+        self.room = Room(self)
+        self.switches: dict[str, bool] = {}
         self._tasks: list[asyncio.Task[Any]] = []
 
     @classmethod
-    async def open(cls, dsn: str, worker: str | None) -> Self:
+    async def open(cls, dsn: str, worker: str | None, maintain: bool) -> Self:
         """Connect, migrate and start."""
         await migrate(dsn)
         core = cls(dsn, worker)
@@ -60,7 +76,25 @@ class Core:
         core.pusher.start()
         core.popper.start()
         core.settler.start()
+        await core.read_switches()
+        core.spawn(core.watch_switches())
+        if maintain:
+            core.spawn(core.scheduler.run())
+            core.spawn(core.janitor.run())
         return core
+
+    async def read_switches(self) -> None:
+        """Which maintenance switches are on."""
+        self.switches = {row["name"]: row["enabled"] for row in await self.pool.fetch(sql("switches"))}
+
+    async def watch_switches(self) -> None:
+        """Follow switches that another worker set."""
+        while True:
+            await asyncio.sleep(1)
+            try:
+                await self.read_switches()
+            except Unavailable:
+                continue
 
     def spawn(self, work: Any) -> None:
         """Run background work until the engine closes."""
@@ -82,3 +116,22 @@ class Core:
         if lanes:
             self.ready.pushed((lane.queue.id, lane.id, count) for lane, count in lanes)
             self.activity.ring()
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since the engine was opened, and gauges."""
+        ready = self.ready.sets.values()
+        return {
+            "pushed_messages_total": self.pusher.messages,
+            "push_flushes_total": self.pusher.flushes,
+            "duplicate_messages_total": self.pusher.duplicates,
+            "popped_messages_total": self.popper.messages,
+            "claims_total": self.popper.claims,
+            "settled_messages_total": self.settler.settled,
+            "settle_calls_total": self.settler.calls,
+            "known_lanes": len(self.registry.lanes_by_id),
+            "known_leases": len(self.leases),
+            "ready_lanes": sum(len(r.ready) for r in ready),
+            "waiting_pops": sum(len(r.waiters) for r in ready),
+            "remembered_ids": sum(lane.remembered.size for lane in self.registry.lanes_by_id.values()),
+            "cached_segment_bytes": self.cache.size,
+        }

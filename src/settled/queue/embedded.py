@@ -52,7 +52,7 @@ class EmbeddedPostgres:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory).expanduser().resolve()
-        self.data = self.directory / "postgres"
+        self.home = self.directory
         self._uid: int | None = None
         self._users: int | None = None
         self._bin = Path()
@@ -64,10 +64,11 @@ class EmbeddedPostgres:
         server = cls(directory)
         server.directory.mkdir(parents=True, exist_ok=True)
         with server._exclusive("starting.lock"):
+            server.home = _home(server.directory)
             server._uid = _service_uid(server.data)
-            server._bin = _binaries(server.directory, server._uid)
-            server._socket = _socket_directory(server.directory)
-            server._own(server.directory, server._socket)
+            server._socket = _socket_directory(server.home)
+            server._own(server.home, server._socket)
+            server._bin = _binaries(server.home, server._uid)
             server._initialise()
             if not server.is_running():
                 server._launch()
@@ -76,6 +77,11 @@ class EmbeddedPostgres:
             )
             fcntl.flock(server._users, fcntl.LOCK_SH)
         return server
+
+    @property
+    def data(self) -> Path:
+        """Where Postgres keeps the data."""
+        return self.home / "postgres"
 
     @property
     def dsn(self) -> str:
@@ -123,14 +129,14 @@ class EmbeddedPostgres:
     def _initialise(self) -> None:
         if (self.data / "PG_VERSION").exists():
             return
-        fresh = self.directory / "postgres.new"
+        fresh = self.home / "postgres.new"
         shutil.rmtree(fresh, ignore_errors=True)
         self._run("initdb", "-U", USER, "--auth=trust", "--encoding=UTF8", "--locale=C", "-D", str(fresh))
         fresh.rename(self.data)
 
     def _launch(self) -> None:
         self._drop_stale_pid()
-        log = self.directory / "postgres.log"
+        log = self.home / "postgres.log"
         settings = " ".join(f"-c {name}='{value}'" for name, value in SETTINGS.items())
         options = f"{settings} -k '{self._socket}'"
         started = self._run(
@@ -188,7 +194,7 @@ class EmbeddedPostgres:
                 stdout=out,
                 stderr=err,
                 user=self._uid,
-                cwd=self.directory,
+                cwd=self.home,
                 start_new_session=True,
                 check=False,
             )
@@ -219,6 +225,26 @@ class EmbeddedPostgres:
             yield
         finally:
             os.close(handle)
+
+
+def _home(directory: Path) -> Path:
+    """The directory itself; or, where root's own directories hide it from Postgres' account, one it can reach.
+
+    Then a link in the directory shows where the data is.
+    """
+    if os.geteuid() != 0 or _reachable(directory.parent):
+        return directory
+    home = Path("/var/lib/settled") / _digest(directory)
+    home.mkdir(parents=True, exist_ok=True)
+    link = directory / "postgres"
+    if not link.exists():
+        link.unlink(missing_ok=True)
+        link.symlink_to(home / "postgres")
+    return home
+
+
+def _digest(directory: Path) -> str:
+    return hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
 
 
 def _service_uid(data: Path) -> int | None:
@@ -265,5 +291,4 @@ def _socket_directory(directory: Path) -> Path:
     inside = directory / "socket"
     if len(os.fsencode(inside)) <= SOCKET_PATH_LIMIT:
         return inside
-    digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"settled-{digest}"
+    return Path(tempfile.gettempdir()) / f"settled-{_digest(directory)}"

@@ -1,11 +1,12 @@
 """The queue engine: every operation there is, each with a sentence; the work is in the modules behind it."""
 
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Self
 
+from settled.queue import admin, deadletters, inspection, notes, pushing, transact
 from settled.queue.core import Core
-from settled.queue.push import push_items
 from settled.queue.types import (
     QUEUE_MODE,
     AckItem,
@@ -49,7 +50,7 @@ class Engine:
     @classmethod
     async def open(cls, dsn: str, *, worker: str | None = None, maintain: bool = True) -> Self:
         """Connect, bring the schema up to date and start the background work (`maintain`: janitor too)."""
-        return cls(await Core.open(dsn, worker))
+        return cls(await Core.open(dsn, worker, maintain))
 
     async def close(self) -> None:
         """Answer what is in flight, stop the background work and disconnect."""
@@ -65,10 +66,12 @@ class Engine:
 
     async def push(self, items: Sequence[PushItem]) -> list[PushResult]:
         """Append messages durably, answer in item order; QueueFull or BadRequest refuse the whole call."""
-        return await push_items(self._core.pusher, self._core.registry, items)
+        return await pushing.push(self._core, items)
 
     async def pop(self, request: PopRequest) -> Popped:
         """Hand out a batch under a lease (auto_ack: settled at once), waiting up to `wait` seconds."""
+        if self._core.switches.get("pop"):
+            return Popped(request.group, empty="paused")
         return await self._core.poller.pop(request)
 
     async def ack(
@@ -81,11 +84,11 @@ class Engine:
         self, operations: Sequence[PushOp | AckOp], required_leases: Sequence[str] = ()
     ) -> TransactionResult:
         """Pushes and acks over any queues, all or nothing; leases are checked."""
-        raise NotImplementedError
+        return await transact.transaction(self._core, operations, required_leases)
 
     async def extend(self, lease_id: str, seconds: float = 60) -> LeaseExtension:
         """Push a lease's expiry to at least `seconds` from now, on every partition under it."""
-        raise NotImplementedError
+        return await transact.extend(self._core, lease_id, seconds)
 
     # Queues
 
@@ -98,47 +101,47 @@ class Engine:
         task: str | None = None,
     ) -> Configured:
         """Create or replace a queue's configuration; an option that is missing goes back to its default."""
-        raise NotImplementedError
+        return await admin.configure(self._core, queue, options, namespace, task)
 
     async def queues(self, *, namespace: str | None = None, task: str | None = None) -> list[QueueStats]:
         """All queues with their figures."""
-        raise NotImplementedError
+        return await inspection.queues(self._core, None, namespace, task)
 
     async def queue(self, name: str) -> QueueStats:
         """One queue with the figures of each partition; NotFound if there is none."""
-        raise NotImplementedError
+        return await inspection.queue(self._core, name)
 
     async def delete_queue(self, name: str) -> bool:
         """Delete a queue and all under it (its dead letters too); False if there was none."""
-        raise NotImplementedError
+        return await admin.delete_queue(self._core, name)
 
     async def clear_queue(self, name: str, partition: str | None = None) -> int:
         """Drop all messages of a queue or one partition and answer how many; cursors move to the end."""
-        raise NotImplementedError
+        return await admin.clear_queue(self._core, name, partition)
 
     # Consumer groups
 
     async def groups(self, *, queue: str | None = None, group: str | None = None) -> list[GroupLag]:
         """Lag of each (group, queue)."""
-        raise NotImplementedError
+        return await inspection.groups(self._core, queue, group)
 
     async def lanes(
         self, *, queue: str | None = None, group: str | None = None, min_lag_seconds: float = 0
     ) -> list[LaneLag]:
         """Lag of each (group, partition)."""
-        raise NotImplementedError
+        return await inspection.lanes(self._core, queue, group, min_lag_seconds)
 
     async def seek(self, group: str, queue: str, to: str | datetime, *, partition: str | None = None) -> int:
         """Move a group's cursors to "end", "beginning" or a time (ISO 8601); answers partitions moved."""
-        raise NotImplementedError
+        return await admin.seek(self._core, group, queue, to, partition)
 
     async def subscribe(self, group: str, queue: str | None, at: str | datetime) -> int:
         """Change where the group starts on partitions it has not touched yet; answers the rows changed."""
-        raise NotImplementedError
+        return await admin.subscribe(self._core, group, queue, at)
 
     async def delete_group(self, group: str, *, queue: str | None = None, metadata: bool = True) -> int:
         """Forget a group's cursors (and its subscription with `metadata`); answers partitions forgotten."""
-        raise NotImplementedError
+        return await admin.delete_group(self._core, group, queue, metadata)
 
     # Dead letters
 
@@ -154,29 +157,31 @@ class Engine:
         offset: int = 0,
     ) -> Page[DeadLetter]:
         """Dead letters, newest first, by the time they died."""
-        raise NotImplementedError
+        return await deadletters.dead_letters(
+            self._core, queue, partition, group, since, until, limit, offset
+        )
 
     async def requeue(self, dead_letter_id: str) -> PushResult:
         """Push a dead letter's copy to its partition again, with a new transaction id, and drop it."""
-        raise NotImplementedError
+        return await deadletters.requeue(self._core, dead_letter_id)
 
     async def retry_message(self, partition_id: str, transaction_id: str, *, group: str | None = None) -> int:
         """Requeue the dead letters of one message (of one group, or all); NotFound if there is none."""
-        raise NotImplementedError
+        return await deadletters.retry_message(self._core, partition_id, transaction_id, group)
 
     async def bury_message(self, partition_id: str, transaction_id: str, *, group: str = QUEUE_MODE) -> None:
         """Send a message that is not leased straight to the dead letters of a group."""
-        raise NotImplementedError
+        await deadletters.bury_message(self._core, partition_id, transaction_id, group)
 
     async def delete_dead_letters(self, ids: Sequence[str]) -> int:
         """Drop dead letters for good; answers how many."""
-        raise NotImplementedError
+        return await deadletters.delete_dead_letters(self._core, ids)
 
     # Looking at messages
 
     async def message(self, partition_id: str, transaction_id: str) -> MessageView:
         """One message with its payload and what each group did with it; NotFound if it is gone."""
-        raise NotImplementedError
+        return await inspection.message(self._core, partition_id, transaction_id)
 
     async def messages(
         self,
@@ -192,11 +197,12 @@ class Engine:
         offset: int = 0,
     ) -> list[MessageView]:
         """Messages, newest first, without payloads; `since` defaults to an hour ago."""
-        raise NotImplementedError
+        where = (queue, partition, namespace, task)
+        return await inspection.messages(self._core, where, status, since, until, limit, offset)
 
     async def delete_message(self, partition_id: str, transaction_id: str) -> None:
         """Take one message out of the log for every group; NotFound if it is gone."""
-        raise NotImplementedError
+        await inspection.delete_message(self._core, partition_id, transaction_id)
 
     async def journal(
         self,
@@ -207,7 +213,7 @@ class Engine:
         limit: int = 100,
     ) -> list[JournalEntry]:
         """How messages were settled, newest first; with a transaction id, the life of that message."""
-        raise NotImplementedError
+        return await inspection.journal(self._core, queue, partition_id, transaction_id, limit)
 
     # Traces
 
@@ -222,19 +228,19 @@ class Engine:
         group: str | None = None,
     ) -> str:
         """Leave a note (JSON) on a message and answer its id; NotFound if there is no such message."""
-        raise NotImplementedError
+        return await notes.trace(self._core, partition_id, transaction_id, data, names, event_type, group)
 
     async def traces(self, partition_id: str, transaction_id: str) -> list[Trace]:
         """The notes on one message, oldest first."""
-        raise NotImplementedError
+        return await notes.traces(self._core, partition_id, transaction_id)
 
     async def traces_by_name(self, name: str, *, limit: int = 100, offset: int = 0) -> Page[Trace]:
         """The notes under one name, newest first."""
-        raise NotImplementedError
+        return await notes.traces_by_name(self._core, name, limit, offset)
 
     async def trace_names(self, *, limit: int = 50, offset: int = 0) -> Page[TraceName]:
         """The names in use, most recent first."""
-        raise NotImplementedError
+        return await notes.trace_names(self._core, limit, offset)
 
     # Streams
 
@@ -248,7 +254,7 @@ class Engine:
         reset: bool = False,
     ) -> StreamQuery:
         """Register a stream query; Conflict if the name has another hash and `reset` is not asked for."""
-        raise NotImplementedError
+        return await notes.register_query(self._core, name, source_queue, config_hash, sink_queue, reset)
 
     async def state(
         self,
@@ -260,7 +266,7 @@ class Engine:
         ripe_at_or_before: int | None = None,
     ) -> list[StateRow]:
         """A query's state on one partition, sorted by key; filters are ANDed."""
-        raise NotImplementedError
+        return await notes.state(self._core, query_id, partition_id, keys, key_prefix, ripe_at_or_before)
 
     async def cycle(
         self,
@@ -274,22 +280,26 @@ class Engine:
         release_lease: bool = True,
     ) -> CycleResult:
         """State, sink pushes and the source ack of a cycle in one transaction; Conflict undoes all of it."""
-        raise NotImplementedError
+        return await transact.cycle(
+            self._core, query_id, partition_id, group, state_ops, push_items, ack, release_lease
+        )
 
     # The engine itself
 
     async def maintenance(self, *, push: bool | None = None, pop: bool | None = None) -> Maintenance:
         """Read the maintenance switches, or set those given; they hold for every engine on the database."""
-        raise NotImplementedError
+        return await admin.maintenance(self._core, push, pop)
 
     async def tidy(self) -> dict[str, int]:
         """Do one round of the janitor's work now and answer what it removed or moved."""
-        raise NotImplementedError
+        return await self._core.janitor.round()
 
     async def ping(self) -> float:
         """A round trip to Postgres, in seconds."""
-        raise NotImplementedError
+        before = time.perf_counter()
+        await self._core.pool.fetch("select 1")
+        return time.perf_counter() - before
 
     def metrics(self) -> dict[str, float]:
         """This engine's counters and gauges since it was opened, by name."""
-        raise NotImplementedError
+        return self._core.metrics()

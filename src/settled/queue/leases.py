@@ -67,12 +67,22 @@ class Lease:
     def place(self, transaction_id: str) -> int | None:
         """The sequence number of a message under this lease, or None."""
         if self._pieces is not None:
+            self._read()
+        return self._index.get(transaction_id)
+
+    def transaction_ids(self) -> list[str]:
+        """The messages under this lease, in the order in which they were handed out."""
+        if self._pieces is not None:
+            self._read()
+        return list(self._index)
+
+    def _read(self) -> None:
+        if self._pieces is not None:
             for piece in self._pieces:
                 txs, first = piece.segment.txs(), piece.segment.first_seq
                 for offset in piece.offsets:
                     self._index[txs[offset]] = first + offset
             self._pieces = None
-        return self._index.get(transaction_id)
 
 
 class Leases:

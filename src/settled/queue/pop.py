@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from settled.queue.activity import Activity
     from settled.queue.cache import SegmentCache
-    from settled.queue.db import Clock
+    from settled.queue.db import Clock, Pool
     from settled.queue.lanes import Lane, Registry
     from settled.queue.leases import Leases
     from settled.queue.ready import ReadySet, ReadySets
@@ -128,7 +128,9 @@ class Popper:
         leases: Leases,
         activity: Activity,
         clock: Clock,
+        pool: Pool,
     ) -> None:
+        self._pool = pool
         self._worker = worker
         self._registry = registry
         self._cache = cache
@@ -171,6 +173,11 @@ class Popper:
         self._pending.append(ask)
         self._wake.set()
         await ask.future
+
+    async def claim_alone(self, ask: Ask) -> None:
+        """Try once, sharing nothing with anybody."""
+        async with self._pool.link() as link:
+            await self._flush(link, [ask])
 
     async def _run(self, link: Link) -> None:
         while True:

@@ -11,10 +11,10 @@ from settled.queue import dedup, segment
 from settled.queue.cache import micros
 from settled.queue.db import Link, sql
 from settled.queue.errors import BadRequest, Unavailable
-from settled.queue.types import PushItem, PushResult
+from settled.queue.types import PushItem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from settled.queue.cache import SegmentCache
     from settled.queue.lanes import Lane, Registry
@@ -30,10 +30,11 @@ APPEND = "select * from append($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 class Chunk:
     """The items of one request for one lane; `results` are filled in and `done` is called once."""
 
-    __slots__ = ("done", "error", "hashes", "headers", "lane", "payloads", "results", "tx")
+    __slots__ = ("done", "error", "hashes", "headers", "ids", "lane", "payloads", "results", "tx")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
+        self.ids: list[bytes] | None = None  # only where messages got their ids before, as scheduled ones
         self.tx: list[bytes] = []
         self.payloads: list[bytes] = []
         self.headers: list[bytes] = []
@@ -41,6 +42,10 @@ class Chunk:
         self.results: list[tuple[str, bool]] = []  # message id, is a duplicate
         self.error: Exception | None = None
         self.done: Callable[[], None] = lambda: None
+
+    def rows(self) -> Iterator[tuple[bytes, int, bytes, bytes]]:
+        """Transaction id, its hash, payload and headers of each item."""
+        return zip(self.tx, self.hashes, self.payloads, self.headers, strict=True)
 
     def add(self, item: PushItem) -> None:
         """Take one item; a bad one is refused before anybody else's is touched."""
@@ -106,7 +111,8 @@ class Batch:
     def fill(self, duplicates: dict[bytes, str]) -> None:
         """Lay out the chunks, leaving out what the lane has already and what comes twice."""
         self.tx, self.hashes, self.payloads, self.headers, self.places = [], [], [], [], []
-        if len(self.chunks) == 1 and not duplicates:
+        ids: list[bytes] | None = None
+        if len(self.chunks) == 1 and not duplicates and self.chunks[0].ids is None:
             chunk = self.chunks[0]
             if len(set(chunk.hashes)) == len(chunk.hashes) or not any(chunk.hashes):
                 self.tx, self.hashes, self.payloads = chunk.tx, chunk.hashes, chunk.payloads
@@ -117,9 +123,9 @@ class Batch:
         seen: dict[bytes, int] = {}
         for chunk in self.chunks:
             places: list[int | str] = []
-            for tx, key, payload, headers in zip(
-                chunk.tx, chunk.hashes, chunk.payloads, chunk.headers, strict=True
-            ):
+            if chunk.ids is not None:
+                ids = []
+            for at, (tx, key, payload, headers) in enumerate(chunk.rows()):
                 if tx and tx in duplicates:
                     places.append(duplicates[tx])
                 elif tx and tx in seen:
@@ -132,8 +138,11 @@ class Batch:
                     self.hashes.append(key)
                     self.payloads.append(payload)
                     self.headers.append(headers)
+                    if chunk.ids is not None and ids is not None:
+                        ids.append(chunk.ids[at])
             self.places.append(places)
-        self.body = segment.encode(self.base, self.tx, self.payloads, self.headers) if self.tx else b""
+        own = b"".join(ids) if ids is not None else None
+        self.body = segment.encode(self.base, self.tx, self.payloads, self.headers, own) if self.tx else b""
 
     def finish(self) -> None:
         """Tell each caller what became of its items."""
@@ -199,6 +208,8 @@ class Pusher:
         """Queue chunks and wait until all were answered; raises the first error, but for `Gone`."""
         if self._closing:
             raise Unavailable("the engine is closing")
+        if not chunks:
+            return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         left = len(chunks)
 
@@ -390,6 +401,12 @@ class Pusher:
                     batch.fail(Gone(lane.queue.name, lane.name))
         return again
 
+    async def known(self, link: Any, chunk: Chunk) -> dict[bytes, str]:
+        """Transaction ids of the chunk that its lane has already, with the first message's id."""
+        batch = Batch(chunk.lane, [chunk])
+        await self._catch_up(link, [batch])
+        return await self._duplicates(link, batch)
+
     async def _catch_up(self, link: Any, batches: list[Batch]) -> None:
         """Read the ids of lanes this worker has not pushed to yet."""
         cold = [
@@ -441,54 +458,3 @@ class Gone(Exception):
 
     def __init__(self, queue: str, partition: str) -> None:
         super().__init__(f"partition {partition!r} of {queue!r} was deleted")
-
-
-async def _push_chunks(pusher: Pusher, registry: Registry, chunks: list[Chunk]) -> None:
-    """Push chunks; those whose lane was deleted meanwhile go to a new lane of that name."""
-    for _ in range(ATTEMPTS):
-        await pusher.push(chunks)
-        chunks = [chunk for chunk in chunks if isinstance(chunk.error, Gone)]
-        if not chunks:
-            return
-        await registry.make({(c.lane.queue.name, c.lane.name) for c in chunks})
-        for chunk in chunks:
-            chunk.error = None
-            chunk.lane = registry.lanes[(chunk.lane.queue.name, chunk.lane.name)]
-    raise Unavailable("the queue is deleted again and again", 0.1)
-
-
-async def push_items(pusher: Pusher, registry: Registry, items: Sequence[PushItem]) -> list[PushResult]:
-    """Push items that are due now, to lanes found or made, and answer in item order."""
-    lanes = registry.lanes
-    unknown = {(i.queue, i.partition) for i in items if (i.queue, i.partition) not in lanes}
-    if unknown:
-        await registry.make(unknown)
-    chunks: list[Chunk] = []
-    latest: dict[tuple[str, str], Chunk] = {}
-    places: list[Chunk] = []
-    for item in items:
-        key = (item.queue, item.partition)
-        chunk = latest.get(key)
-        if chunk is None or len(chunk.tx) >= LANE_LIMIT:
-            chunk = latest[key] = Chunk(lanes[key])
-            chunks.append(chunk)
-        chunk.add(item)
-        places.append(chunk)
-    await _push_chunks(pusher, registry, chunks)
-    taken = dict.fromkeys(chunks, 0)
-    results = []
-    for item, chunk in zip(items, places, strict=True):
-        at = taken[chunk]
-        taken[chunk] = at + 1
-        message_id, duplicate = chunk.results[at]
-        results.append(
-            PushResult(
-                item.transaction_id or message_id,
-                message_id,
-                "duplicate" if duplicate else "queued",
-                item.queue,
-                item.partition,
-                chunk.lane.uid,
-            )
-        )
-    return results

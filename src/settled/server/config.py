@@ -30,6 +30,13 @@ def default_workers() -> int:
 
 
 def data_directory(given: str | os.PathLike[str] | None) -> Path:
-    """`given`, or SETTLED_HOME, or the user's data directory."""
+    """`given`, or SETTLED_HOME, or the user's data directory.
+
+    Postgres does not run as root, and the account it runs as then cannot look into root's home.
+    """
     chosen = given or os.environ.get("SETTLED_HOME")
-    return Path(chosen).expanduser().resolve() if chosen else user_data_path("settled", appauthor=False)
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    if os.name == "posix" and os.geteuid() == 0:
+        return Path("/var/lib/settled")
+    return user_data_path("settled", appauthor=False)

@@ -73,7 +73,9 @@ begin
             continue;
         end if;
         v_end := least(v_cursor + v_want, head);
-        v_stop := null; v_due := null; v_odd := c.odd;
+        v_stop := null; v_due := null;
+        -- An expired lease leaves what was settled out of order in `done`: it must not come again.
+        v_odd := c.odd or position(b'1' in v_done) > 0;
         if l.delayed > 0 or p_older_than is not null then
             v_bound := v_now - make_interval(secs => coalesce(p_older_than, l.delayed));
             select s.first_seq, s.created_at + make_interval(secs => coalesce(p_older_than, l.delayed)) into v_stop, v_due
@@ -85,7 +87,7 @@ begin
             v_end := least(v_end, v_stop);
         end if;
 
-        if not c.odd and not l.has_holes then
+        if not v_odd and not l.has_holes then
             if v_end <= v_cursor then
                 status := case when v_due is null then 'empty' else 'blocked' end; until := v_due;
                 return next;

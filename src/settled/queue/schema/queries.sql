@@ -88,3 +88,246 @@ returning lane_id, lease_until
 -- name: lease_state
 select bool_or(lease_until <= clock_timestamp()) as expired from consumer
  where lane_id = any ($1::bigint[]) and group_id = $2 and lease = $3
+
+-- name: lease_valid
+select count(*) from unnest($1::bigint[], $2::int[], $3::uuid[]) r (lane, grp, lease)
+  join consumer c on c.lane_id = r.lane and c.group_id = r.grp and c.lease = r.lease and c.lease_until > clock_timestamp()
+
+-- name: backlog
+select coalesce(sum(l.next_seq - greatest(l.first_seq, coalesce(
+           (select min(c.cursor) from consumer c where c.lane_id = l.id), l.first_seq))), 0)::bigint
+  from lane l where l.queue_id = $1
+
+-- name: schedule
+insert into scheduled (due, lane_id, message_id, transaction_id, headers, payload)
+select clock_timestamp() + make_interval(secs => u.delay), u.lane, u.message, u.tx, u.headers, u.payload
+  from unnest($1::float8[], $2::bigint[], $3::uuid[], $4::text[], $5::bytea[], $6::bytea[])
+       u (delay, lane, message, tx, headers, payload)
+    on conflict (lane_id, transaction_id) where transaction_id is not null do nothing
+returning lane_id, transaction_id, message_id
+
+-- name: scheduled_first
+select message_id from scheduled where lane_id = $1 and transaction_id = $2
+
+-- name: scheduled_due
+select id, lane_id, message_id, transaction_id, headers, payload from scheduled
+ where due <= clock_timestamp() order by due, id limit $1 for update skip locked
+
+-- name: scheduled_next
+select extract(epoch from min(due))::float8 from scheduled
+
+-- name: scheduled_done
+delete from scheduled where id = any ($1::bigint[])
+
+-- name: overdue
+select l.id as lane_id, coalesce(c.group_id, 0) as group_id, (q.options ->> 'maxWaitTimeSeconds')::float8 as seconds
+  from queue q
+  join lane l on l.queue_id = q.id
+  left join consumer c on c.lane_id = l.id
+ where (q.options ->> 'maxWaitTimeSeconds')::int > 0
+   and l.next_seq > greatest(l.first_seq, coalesce(c.cursor, 0))
+   and (c.lease is null or c.lease_until <= clock_timestamp())
+   and (select s.created_at from segment s
+         where s.lane_id = l.id and s.first_seq <= greatest(l.first_seq, coalesce(c.cursor, 0))
+         order by s.first_seq desc limit 1)
+       < clock_timestamp() - make_interval(secs => (q.options ->> 'maxWaitTimeSeconds')::int)
+ limit $1
+
+-- name: tidy_activity
+delete from activity where at < clock_timestamp() - interval '1 minute'
+
+-- name: tidy_journal
+delete from journal where ctid = any (array(
+    select ctid from journal where at < clock_timestamp() - make_interval(secs => $1) limit $2))
+
+-- name: tidy_wide_leases
+delete from wide_lease where at < clock_timestamp() - interval '2 days'
+
+-- name: tidy_consumers
+delete from consumer c where not exists (select from lane l where l.id = c.lane_id)
+
+-- name: dead_letters
+select d.*, count(*) over () as total
+  from dead_letter d
+ where ($1::text is null or d.queue = $1) and ($2::text is null or d.partition = $2)
+   and ($3::text is null or d.consumer_group = $3)
+   and ($4::timestamptz is null or d.failed_at >= $4) and ($5::timestamptz is null or d.failed_at < $5)
+ order by d.failed_at desc, d.id
+ limit $6 offset $7
+
+-- name: dead_letters_total
+select count(*) from dead_letter d
+ where ($1::text is null or d.queue = $1) and ($2::text is null or d.partition = $2)
+   and ($3::text is null or d.consumer_group = $3)
+   and ($4::timestamptz is null or d.failed_at >= $4) and ($5::timestamptz is null or d.failed_at < $5)
+
+-- name: dead_letter_take
+delete from dead_letter where id = $1 returning *
+
+-- name: dead_letters_of
+select id from dead_letter
+ where lane_id = $1 and transaction_id = $2 and ($3::text is null or consumer_group = $3) order by failed_at
+
+-- name: dead_letters_delete
+delete from dead_letter where id = any ($1::uuid[]) returning id
+
+-- name: queue_stats
+select q.id, q.uid, q.name, q.namespace, q.task, q.options, q.created_at,
+       count(l.id)::int as partitions,
+       coalesce(sum(l.next_seq - l.first_seq), 0)::bigint as total,
+       coalesce(sum(l.next_seq - greatest(l.first_seq, coalesce(c.cursor, l.first_seq))), 0)::bigint as pending,
+       coalesce(sum(c.processing), 0)::bigint as processing,
+       (select count(*) from dead_letter d where d.queue_id = q.id) as dead
+  from queue q
+  left join lane l on l.queue_id = q.id
+  left join lateral (
+      select min(c.cursor) as cursor,
+             sum(length(c.answered) - bit_count(c.answered) + cardinality(c.parked_out))
+                 filter (where c.lease_until > clock_timestamp()) as processing
+        from consumer c where c.lane_id = l.id) c on true
+ where ($1::text is null or q.name = $1) and ($2::text is null or q.namespace = $2) and ($3::text is null or q.task = $3)
+ group by q.id order by q.name
+
+-- name: lane_stats
+select l.uid, l.name, l.created_at, l.newest_at, l.next_seq - l.first_seq as total,
+       (select s.created_at from segment s where s.lane_id = l.id order by s.first_seq limit 1) as oldest_at,
+       l.next_seq - greatest(l.first_seq, coalesce(c.cursor, l.first_seq)) as pending,
+       coalesce(c.processing, 0)::bigint as processing,
+       (select count(*) from dead_letter d where d.lane_id = l.id) as dead
+  from lane l
+  left join lateral (
+      select min(c.cursor) as cursor,
+             sum(length(c.answered) - bit_count(c.answered) + cardinality(c.parked_out))
+                 filter (where c.lease_until > clock_timestamp()) as processing
+        from consumer c where c.lane_id = l.id) c on true
+ where l.queue_id = $1 order by l.name
+
+-- name: lane_lags
+select g.name as grp, q.name as queue, l.name as partition, l.uid,
+       l.next_seq - greatest(l.first_seq, coalesce(c.base, l.first_seq)) - bit_count(coalesce(c.done, b''))
+           + (select count(*) from exception e where e.lane_id = l.id and e.group_id = g.id and e.parked) as lag,
+       coalesce(c.consumed, 0) as consumed,
+       case when c.lease_until > clock_timestamp() then c.lease end as lease,
+       case when c.lease_until > clock_timestamp() then c.lease_until end as lease_until,
+       c.last_at,
+       case when l.next_seq > greatest(l.first_seq, coalesce(c.cursor, l.first_seq)) then
+           (select s.created_at from segment s
+             where s.lane_id = l.id and s.first_seq <= greatest(l.first_seq, coalesce(c.cursor, l.first_seq))
+             order by s.first_seq desc limit 1) end as oldest_at,
+       u.mode, u.starts_at, u.created_at as subscribed_at
+  from (select distinct c.group_id, l.queue_id from consumer c join lane l on l.id = c.lane_id
+        union select s.group_id, s.queue_id from subscription s) pair
+  join consumer_group g on g.id = pair.group_id
+  join queue q on q.id = pair.queue_id
+  join lane l on l.queue_id = pair.queue_id
+  left join consumer c on c.lane_id = l.id and c.group_id = pair.group_id
+  left join subscription u on u.group_id = pair.group_id and u.queue_id = pair.queue_id
+ where ($1::text is null or q.name = $1) and ($2::text is null or g.name = $2)
+   and (c.lane_id is not null or u.starts_at is null or l.newest_at > u.starts_at)
+ order by g.name, q.name, l.name
+
+-- name: lane_groups
+select g.name, c.*, coalesce(e.attempts, 0) as attempts, e.error as last_error, e.seq is not null as failed,
+       c.lease_until > clock_timestamp() as leased,
+       d.error as dead_error, d.attempts as dead_attempts, d.id is not null as dead
+  from consumer c
+  join consumer_group g on g.id = c.group_id
+  left join exception e on e.lane_id = c.lane_id and e.group_id = c.group_id and e.seq = $2
+  left join lateral (select id, error, attempts from dead_letter d
+                      where d.lane_id = c.lane_id and d.consumer_group = g.name and d.seq = $2
+                      order by d.failed_at desc limit 1) d on true
+ where c.lane_id = $1 order by g.name
+
+-- name: lane_segments
+select s.first_seq, s.n, s.created_at, s.body from segment s
+ where s.lane_id = $1 and s.first_seq < $2 order by s.first_seq desc limit $3
+
+-- name: segment_by_hash
+select s.first_seq, s.created_at, s.body from segment s
+ where s.lane_id = $1 and s.hashes is not null and $2::bigint = any (s.hashes) order by s.first_seq desc
+
+-- name: newest_segments
+select s.lane_id, s.first_seq, s.n, s.created_at, s.body, q.name as queue, q.namespace, q.task, l.name as partition, l.uid
+  from queue q join lane l on l.queue_id = q.id
+  cross join lateral (select g.* from segment g where g.lane_id = l.id and g.created_at >= $5 and g.created_at < $6
+                       order by g.first_seq desc limit $7) s
+ where ($1::text is null or q.name = $1) and ($2::text is null or l.name = $2)
+   and ($3::text is null or q.namespace = $3) and ($4::text is null or q.task = $4)
+ order by s.created_at desc, s.lane_id, s.first_seq desc
+ limit $7
+
+-- name: journal
+select j.*, t.at_index as place
+  from journal j cross join lateral (
+      select i as at_index from generate_subscripts(j.lanes, 1) i
+       where ($1::bigint[] is null or j.lanes[i] = any ($1)) and ($2::bigint is null or $2 between j.firsts[i] and j.lasts[i])) t
+ order by j.at desc limit $3
+
+-- name: trace_add
+insert into trace (lane_id, transaction_id, consumer_group, event_type, names, data, worker)
+values ($1, $2, $3, $4, $5, $6, $7) returning id
+
+-- name: traces
+select t.*, l.uid, l.name as partition, q.name as queue, count(*) over () as total
+  from trace t join lane l on l.id = t.lane_id join queue q on q.id = l.queue_id
+ where t.lane_id = $1 and t.transaction_id = $2 order by t.created_at, t.id
+
+-- name: traces_by_name
+select t.*, l.uid, l.name as partition, q.name as queue, count(*) over () as total
+  from trace t join lane l on l.id = t.lane_id join queue q on q.id = l.queue_id
+ where t.names @> array[$1::text] order by t.created_at desc, t.id limit $2 offset $3
+
+-- name: trace_names
+select n as name, count(*) as traces, count(distinct (t.lane_id, t.transaction_id)) as messages, max(t.created_at) as last_seen,
+       count(*) over () as total
+  from trace t cross join unnest(t.names) n group by n order by max(t.created_at) desc limit $1 offset $2
+
+-- name: stream_make
+insert into stream_query (name, source_queue, sink_queue, config_hash) values ($1, $2, $3, $4)
+    on conflict (name) do nothing returning id
+
+-- name: stream_get
+select id, config_hash from stream_query where name = $1 for update
+
+-- name: stream_reset
+update stream_query set source_queue = $2, sink_queue = $3, config_hash = $4 where id = $1
+
+-- name: state_get
+select key, value::text as value, updated_at from stream_state
+ where query_id = $1 and lane_id = $2 and (cardinality($3::text[]) = 0 or key = any ($3))
+   and ($4::text is null or starts_with(key, $4))
+   and ($5::bigint is null or case when jsonb_typeof(value -> 'windowEnd') = 'number'
+                                   then (value ->> 'windowEnd')::numeric <= $5 else false end)
+ order by key
+
+-- name: state_put
+insert into stream_state (query_id, lane_id, key, value)
+select $1, $2, u.key, u.value::jsonb from unnest($3::text[], $4::text[]) u (key, value)
+    on conflict (query_id, lane_id, key) do update set value = excluded.value, updated_at = clock_timestamp()
+
+-- name: state_drop
+delete from stream_state where query_id = $1 and lane_id = $2 and key = any ($3::text[])
+
+-- name: release_lease
+update consumer set answered = ~(answered & ~answered), parked_out = '{}'
+ where lane_id = $1 and group_id = $2 and lease = $3
+
+-- name: close_lease
+update consumer c0 set cursor = x.cursor, base = x.base, done = x.done, answered = x.answered, lease = x.lease,
+       lease_until = x.lease_until, next_due = x.next_due, odd = x.odd
+  from consumer c, close_lease(c) x
+ where c.lane_id = $1 and c.group_id = $2 and c0.lane_id = c.lane_id and c0.group_id = c.group_id
+
+-- name: tell_release
+insert into activity (worker, kind, queues, lanes, groups, until)
+values ($1, 'release', array[$2::bigint], array[$3::bigint], array[$4::int], array[null::timestamptz])
+
+-- name: switches
+select name, enabled from switch
+
+-- name: switch_set
+insert into switch (name, enabled) values ($1, $2) on conflict (name) do update set enabled = excluded.enabled
+
+-- name: subscription_move
+update subscription set mode = 'timestamp', starts_at = $3
+ where group_id = $1 and ($2::bigint is null or queue_id = $2) returning queue_id

@@ -1,0 +1,183 @@
+"""Queues and groups: configured, cleared, deleted, moved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from settled.queue.db import sql
+from settled.queue.errors import NotFound, QueueFull
+from settled.queue.lanes import check_name
+from settled.queue.options import parse_options
+from settled.queue.poll import parse_time
+from settled.queue.types import DEFAULT_PARTITION, Configured, Maintenance
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime
+
+    from settled.queue.core import Core
+    from settled.queue.lanes import Queue
+    from settled.queue.types import PushItem
+
+BACKLOG_AGE = 0.25
+
+
+async def configure(
+    core: Core, name: str, options: Mapping[str, Any] | None, namespace: str | None, task: str | None
+) -> Configured:
+    """Create or replace a queue's configuration."""
+    check_name("queue", name)
+    for field, value in (("namespace", namespace), ("task", task)):
+        if value:
+            check_name(field, value)
+    parsed = parse_options(name, options or {})
+    await core.pool.fetch(
+        "select configure($1, $2, $3, $4, $5)",
+        core.worker,
+        name,
+        namespace or "",
+        task or "",
+        parsed.to_json().decode(),
+    )
+    queue = await core.registry.queue(name, fresh=True)
+    lane = await core.registry.lane(name, DEFAULT_PARTITION)
+    core.activity.ring()
+    core.registry.announce()
+    if queue is None or lane is None:
+        raise NotFound("queue", name)  # deleted by somebody else this very moment
+    created = await core.pool.fetchval("select created_at from queue where id = $1", queue.id)
+    return Configured(queue.uid, lane.uid, name, queue.namespace, queue.task, queue.options, created)
+
+
+async def delete_queue(core: Core, name: str) -> bool:
+    """Delete a queue and all under it."""
+    check_name("queue", name)
+    known = core.registry.queues.get(name)
+    existed = bool(await core.pool.fetchval("select delete_queue($1, $2)", core.worker, name))
+    if known is not None:
+        for lane in [lane for lane in core.registry.lanes_by_id.values() if lane.queue is known]:
+            core.cache.forget_lane(lane.id)
+        core.registry.forget(known)
+        _reset(core, known.id)
+    core.activity.ring()
+    return existed
+
+
+async def clear_queue(core: Core, name: str, partition: str | None) -> int:
+    """Drop all messages."""
+    queue = await _queue(core, name)
+    if partition is not None and await core.registry.lane(name, partition) is None:
+        raise NotFound("partition", f"{name}/{partition}")
+    count = int(await core.pool.fetchval("select clear_queue($1, $2, $3)", core.worker, queue.id, partition))
+    for lane in core.registry.lanes_by_id.values():
+        if lane.queue is queue and partition in (None, lane.name):
+            core.cache.forget_lane(lane.id)
+    _reset(core, queue.id)
+    return count
+
+
+async def seek(core: Core, group: str, name: str, to: str | datetime, partition: str | None) -> int:
+    """Move a group's cursors."""
+    queue = await _queue(core, name)
+    group_id = await core.registry.group(group)
+    if partition is not None and await core.registry.lane(name, partition) is None:
+        raise NotFound("partition", f"{name}/{partition}")
+    place, at = (to, None) if to in ("end", "beginning") else ("time", parse_time("timestamp", to))
+    moved = await core.pool.fetchval(
+        "select seek($1, $2, $3, $4, $5, $6)", core.worker, group_id, queue.id, partition, place, at
+    )
+    _reset(core, queue.id)
+    return int(moved)
+
+
+async def subscribe(core: Core, group: str, name: str | None, at: str | datetime) -> int:
+    """Change where a group starts on lanes it has not touched yet."""
+    group_id = await core.registry.group(group)
+    queue = await _queue(core, name) if name is not None else None
+    time = parse_time("subscriptionTimestamp", at)
+    rows = await core.pool.fetch(sql("subscription_move"), group_id, queue.id if queue else None, time)
+    for row in rows:
+        _reset(core, row["queue_id"])
+    return len(rows)
+
+
+async def delete_group(core: Core, group: str, name: str | None, metadata: bool) -> int:
+    """Forget a group."""
+    group_id = await core.registry.group(group)
+    queue = await _queue(core, name) if name is not None else None
+    row = await core.pool.fetchrow(
+        "select * from forget_group($1, $2, $3, $4)",
+        core.worker,
+        group_id,
+        queue.id if queue else None,
+        metadata,
+    )
+    for key in list(core.ready.sets):
+        if key[1] == group_id:
+            core.ready.drop(key)
+    core.poller.forget_subscriptions()
+    core.activity.ring()
+    return int(row["partitions"])
+
+
+async def _queue(core: Core, name: str) -> Queue:
+    queue = await core.registry.queue(check_name("queue", name), fresh=True)
+    if queue is None:
+        raise NotFound("queue", name)
+    return queue
+
+
+def _reset(core: Core, queue_id: int) -> None:
+    for key in [key for key in core.ready.sets if key[0] == queue_id]:
+        core.ready.drop(key)
+    core.activity.ring()
+
+
+class Room:
+    """Keeps queues with a maxSize within it: measured now and then, counted in between."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._under_way: dict[int, int] = {}
+
+    def limited(self, items: Sequence[PushItem]) -> dict[Queue, int]:
+        """How many messages go to each queue that has a limit."""
+        queues = self._core.registry.queues
+        if not any(queue.options.max_size for queue in queues.values()):
+            return {}
+        counts: dict[Queue, int] = {}
+        for item in items:
+            queue = queues.get(item.queue)
+            if queue is not None and queue.options.max_size:
+                counts[queue] = counts.get(queue, 0) + 1
+        return counts
+
+    async def take(self, counts: dict[Queue, int]) -> None:
+        """Refuse what does not fit; else count it as under way."""
+        for queue, count in counts.items():
+            limit = queue.options.max_size
+            now = self._core.clock.now()
+            waiting = self._under_way.get(queue.id, 0)
+            if now - queue.backlog_at > BACKLOG_AGE or queue.backlog + waiting + count > limit:
+                queue.backlog = await self._core.pool.fetchval(sql("backlog"), queue.id)
+                queue.backlog_at = now
+                waiting = self._under_way.get(queue.id, 0)
+            if queue.backlog + waiting + count > limit:
+                raise QueueFull(queue.name, queue.backlog + waiting, limit)
+        for queue, count in counts.items():
+            self._under_way[queue.id] = self._under_way.get(queue.id, 0) + count
+
+    def done(self, counts: dict[Queue, int]) -> None:
+        """The push was answered."""
+        for queue, count in counts.items():
+            self._under_way[queue.id] -= count
+            queue.backlog += count
+
+
+async def maintenance(core: Core, push: bool | None, pop: bool | None) -> Maintenance:
+    """Read or set the maintenance switches."""
+    for name, value in (("push", push), ("pop", pop)):
+        if value is not None:
+            await core.pool.fetch(sql("switch_set"), name, value)
+    await core.read_switches()
+    return Maintenance(core.switches.get("push", False), core.switches.get("pop", False))

@@ -1,0 +1,308 @@
+"""Looking at queues, groups and messages without touching them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from settled.queue import dedup
+from settled.queue.cache import micros
+from settled.queue.db import sql
+from settled.queue.deadletters import check_page
+from settled.queue.errors import BadRequest, NotFound
+from settled.queue.options import QueueOptions
+from settled.queue.poll import parse_time
+from settled.queue.segment import Segment
+from settled.queue.types import (
+    GroupLag,
+    GroupState,
+    JournalEntry,
+    LaneLag,
+    LaneStats,
+    MessageView,
+    QueueStats,
+)
+
+if TYPE_CHECKING:
+    from settled.queue.core import Core
+    from settled.queue.lanes import Lane
+
+LAGGING = 300
+DEAD = 86_400
+STATUSES = ("pending", "processing", "completed", "dead_letter")
+
+
+async def queues(core: Core, name: str | None, namespace: str | None, task: str | None) -> list[QueueStats]:
+    """Figures of queues."""
+    return [_stats(row) for row in await core.pool.fetch(sql("queue_stats"), name, namespace, task)]
+
+
+def _stats(row: Any) -> QueueStats:
+    options = msgspec.json.decode(row["options"], type=QueueOptions)
+    total, pending = row["total"], row["pending"]
+    return QueueStats(
+        id=str(row["uid"]),
+        name=row["name"],
+        namespace=row["namespace"],
+        task=row["task"],
+        created_at=row["created_at"],
+        options=options,
+        partitions=row["partitions"],
+        total=total,
+        pending=pending,
+        processing=row["processing"],
+        completed=total - pending,
+        dead=row["dead"],
+    )
+
+
+async def queue(core: Core, name: str) -> QueueStats:
+    """Figures of one queue and its lanes."""
+    rows = await core.pool.fetch(sql("queue_stats"), name, None, None)
+    if not rows:
+        raise NotFound("queue", name)
+    stats = _stats(rows[0])
+    for row in await core.pool.fetch(sql("lane_stats"), rows[0]["id"]):
+        total, pending = row["total"], row["pending"]
+        stats.lanes = [
+            *stats.lanes,
+            LaneStats(
+                str(row["uid"]),
+                row["name"],
+                row["created_at"],
+                row["oldest_at"],
+                row["newest_at"],
+                total,
+                pending,
+                row["processing"],
+                total - pending,
+                row["dead"],
+            ),
+        ]
+    return stats
+
+
+async def lanes(core: Core, name: str | None, group: str | None, min_lag: float) -> list[LaneLag]:
+    """How far groups are behind, by lane."""
+    now = core.clock.now()
+    found = []
+    for row in await core.pool.fetch(sql("lane_lags"), name, group):
+        behind = max(0.0, now - row["oldest_at"].timestamp()) if row["oldest_at"] is not None else 0.0
+        if behind >= min_lag:
+            found.append(
+                LaneLag(
+                    group=row["grp"],
+                    queue=row["queue"],
+                    partition=row["partition"],
+                    partition_id=str(row["uid"]),
+                    lag=max(0, row["lag"]),
+                    time_lag=behind if row["lag"] > 0 else 0.0,
+                    total_consumed=row["consumed"],
+                    lease_id=str(row["lease"]) if row["lease"] is not None else None,
+                    lease_expires_at=row["lease_until"],
+                    oldest_pending_at=row["oldest_at"],
+                    last_consumed_at=row["last_at"],
+                )
+            )
+    return found
+
+
+async def groups(core: Core, name: str | None, group: str | None) -> list[GroupLag]:
+    """How far groups are behind, by queue."""
+    now = core.clock.now()
+    rows = await core.pool.fetch(sql("lane_lags"), name, group)
+    found: dict[tuple[str, str], GroupLag] = {}
+    seen: dict[tuple[str, str], float] = {}
+    for row in rows:
+        key = (row["grp"], row["queue"])
+        lag = found.get(key)
+        if lag is None:
+            mode = row["mode"]
+            lag = found[key] = GroupLag(
+                *key, 0, 0, 0, 0.0, 0, "Stable", mode, row["starts_at"], row["subscribed_at"]
+            )
+        behind = (
+            now - row["oldest_at"].timestamp() if row["oldest_at"] is not None and row["lag"] > 0 else 0.0
+        )
+        lag.partitions += 1
+        lag.total_lag += max(0, row["lag"])
+        lag.partitions_with_lag += row["lag"] > 0
+        lag.max_time_lag = max(lag.max_time_lag, behind)
+        lag.active_leases += row["lease"] is not None
+        if row["last_at"] is not None:
+            seen[key] = max(seen.get(key, 0.0), row["last_at"].timestamp())
+    for key, lag in found.items():
+        if lag.max_time_lag > LAGGING:
+            lag.state = "Dead" if not lag.active_leases and now - seen.get(key, 0.0) > DEAD else "Lagging"
+    return list(found.values())
+
+
+async def locate(core: Core, lane: Lane, transaction_id: str) -> tuple[Segment, int]:
+    """The segment with a message, and the message's place in it; NotFound if it is gone."""
+    raw = transaction_id.encode(errors="replace")
+    for row in await core.pool.fetch(sql("segment_by_hash"), lane.id, dedup.fingerprint(raw)):
+        segment = Segment(row["first_seq"], micros(row["created_at"]), row["body"])
+        own = segment.own_tx() or []
+        if raw in own:
+            return segment, own.index(raw)
+    before = 2**62
+    while rows := await core.pool.fetch(sql("lane_segments"), lane.id, before, 200):
+        for row in rows:  # an id that we made is a message's own id
+            segment = Segment(row["first_seq"], micros(row["created_at"]), row["body"])
+            if (
+                transaction_id in (ids := segment.ids())
+                and segment.tx(at := ids.index(transaction_id)) == transaction_id
+            ):
+                return segment, at
+        before = rows[-1]["first_seq"]
+    raise NotFound("message", transaction_id)
+
+
+async def _lane(core: Core, partition_id: str) -> Lane:
+    lane = await core.registry.lane_by_uid(partition_id)
+    if lane is None:
+        raise NotFound("partition", partition_id)
+    return lane
+
+
+async def message(core: Core, partition_id: str, transaction_id: str) -> MessageView:
+    """One message and what each group did with it."""
+    lane = await _lane(core, partition_id)
+    segment, at = await locate(core, lane, transaction_id)
+    seq = segment.first_seq + at
+    if await core.pool.fetchval("select 1 from hole where lane_id = $1 and seq = $2", lane.id, seq):
+        raise NotFound("message", transaction_id)
+    rows = await core.pool.fetch(sql("lane_groups"), lane.id, seq)
+    names = (lane.queue.name, lane.name, lane.uid, lane.queue.namespace, lane.queue.task)
+    return _view(segment, at, names, [_state(row, seq) for row in rows], payload=True)
+
+
+def _state(row: Any, seq: int) -> GroupState:
+    at = seq - row["base"]
+    done = seq < row["cursor"] or (
+        0 <= at < len(row["done"]) and bool(row["done"].to_int() >> (len(row["done"]) - 1 - at) & 1)
+    )
+    leased = bool(row["leased"]) and (seq in row["parked_out"] or row["base"] <= seq < row["batch_end"])
+    if leased and not (
+        seq not in row["parked_out"] and 0 <= at < len(row["answered"]) and _bit(row["answered"], at)
+    ):
+        return GroupState(row["name"], "processing", row["attempts"], row["lease_until"], row["last_error"])
+    if row["failed"]:
+        return GroupState(row["name"], "retrying", row["attempts"], None, row["last_error"])
+    if row["dead"]:
+        return GroupState(row["name"], "dead_letter", row["dead_attempts"], None, row["dead_error"])
+    return GroupState(row["name"], "completed" if done else "pending")
+
+
+def _bit(bits: Any, at: int) -> bool:
+    return bool(bits.to_int() >> (len(bits) - 1 - at) & 1)
+
+
+def _view(
+    segment: Segment,
+    at: int,
+    names: tuple[str, str, str, str, str],
+    states: list[GroupState],
+    *,
+    payload: bool,
+) -> MessageView:
+    row = segment.row(at)
+    return MessageView(
+        id=row.id,
+        transaction_id=row.transaction_id,
+        partition_id=names[2],
+        queue=names[0],
+        partition=names[1],
+        namespace=names[3],
+        task=names[4],
+        seq=segment.first_seq + at,
+        created_at=datetime.fromtimestamp(row.created_us / 1e6, UTC),
+        groups=states,
+        trace_id=row.trace_id,
+        producer=row.producer,
+        headers=row.headers,
+        content_type=row.content_type,
+        payload=row.payload if payload else None,
+    )
+
+
+async def messages(core: Core, where: tuple[str | None, ...], status: str | None, since: Any, until: Any,
+                   limit: int, offset: int) -> list[MessageView]:  # fmt: skip
+    """Messages, newest first."""
+    check_page(limit, offset)
+    if status is not None and status not in STATUSES:
+        raise BadRequest("status", status, f"must be one of {', '.join(STATUSES)}")
+    start = parse_time("from", since) if since is not None else datetime.now(UTC) - timedelta(hours=1)
+    end = parse_time("to", until) if until is not None else datetime.max.replace(tzinfo=UTC)
+    rows = await core.pool.fetch(sql("newest_segments"), *where, start, end, limit + offset)
+    found: list[MessageView] = []
+    holes: dict[int, set[int]] = {}
+    for row in rows:
+        segment = Segment(row["first_seq"], micros(row["created_at"]), row["body"])
+        names = (row["queue"], row["partition"], str(row["uid"]), row["namespace"], row["task"])
+        if row["lane_id"] not in holes:
+            gone = await core.pool.fetch("select seq from hole where lane_id = $1", row["lane_id"])
+            holes[row["lane_id"]] = {r["seq"] for r in gone}
+        for at in reversed(range(segment.n)):
+            seq = segment.first_seq + at
+            if seq in holes[row["lane_id"]]:
+                continue
+            states = [_state(r, seq) for r in await core.pool.fetch(sql("lane_groups"), row["lane_id"], seq)]
+            view = _view(segment, at, names, states, payload=False)
+            if status is None or view.status == status:
+                found.append(view)
+            if len(found) >= limit + offset:
+                return found[offset:]
+    return found[offset:]
+
+
+async def delete_message(core: Core, partition_id: str, transaction_id: str) -> None:
+    """Take one message out of the log."""
+    view = await message(core, partition_id, transaction_id)
+    lane = await _lane(core, partition_id)
+    await core.pool.fetch("select delete_message($1, $2, $3)", core.worker, lane.id, view.seq)
+
+
+async def journal(
+    core: Core, name: str | None, partition_id: str | None, transaction_id: str | None, limit: int
+) -> list[JournalEntry]:
+    """How messages were settled, newest first."""
+    check_page(limit, 0)
+    ids: list[int] | None = None
+    seq: int | None = None
+    if partition_id is not None:
+        lane = await _lane(core, partition_id)
+        ids = [lane.id]
+        if transaction_id is not None:
+            segment, at = await locate(core, lane, transaction_id)
+            seq = segment.first_seq + at
+    elif name is not None:
+        found = await core.registry.queue(name)
+        if found is None:
+            raise NotFound("queue", name)
+        ids = [r["id"] for r in await core.pool.fetch("select id from lane where queue_id = $1", found.id)]
+    rows = await core.pool.fetch(sql("journal"), ids, seq, limit)
+    await core.registry.lanes_of({row["lanes"][row["place"] - 1] for row in rows})
+    entries = []
+    for row in rows:
+        i = row["place"] - 1
+        lane_id = row["lanes"][i]
+        known = core.registry.lanes_by_id.get(lane_id)
+        entries.append(
+            JournalEntry(
+                at=row["at"],
+                kind=row["kind"],
+                group=await core.registry.group_name(row["groups"][i]),
+                partition_id=known.uid if known is not None else "",
+                first_seq=row["firsts"][i],
+                last_seq=row["lasts"][i],
+                count=row["counts"][i],
+                worker=row["worker"],
+                lease_id=str(row["leases"][i]) if row["leases"] else None,
+                attempts=row["attempts"],
+                error=row["error"],
+            )
+        )
+    return entries

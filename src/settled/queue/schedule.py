@@ -1,0 +1,126 @@
+"""Messages pushed with a delay: they wait in a table of their own and are appended when due."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from settled.queue import dedup, segment
+from settled.queue.db import sql
+from settled.queue.errors import BadRequest, Unavailable
+from settled.queue.push import Batch, Chunk, Gone
+from settled.queue.types import PushResult
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from settled.queue.core import Core
+    from settled.queue.types import PushItem
+
+MAX_DELAY = 366 * 86_400
+MOVE = 500
+LOOK_EVERY = 1.0
+
+
+async def schedule(core: Core, connection: Any, items: Sequence[PushItem]) -> list[PushResult]:
+    """Note delayed items and answer in their order; an id that waits or is in the lane is a duplicate."""
+    results: list[PushResult] = []
+    for item in items:
+        if not 0 < item.delay_seconds <= MAX_DELAY:
+            raise BadRequest("delaySeconds", item.delay_seconds, "must be 0 s to a year")
+        lane = core.registry.lanes[(item.queue, item.partition)]
+        chunk = Chunk(lane)
+        chunk.add(item)
+        message_id = segment.uuid_text(segment.new_base())
+        tx, status = item.transaction_id, "queued"
+        known = await core.pusher.known(connection, chunk) if tx else {}
+        if known:
+            message_id, status = next(iter(known.values())), "duplicate"
+        else:
+            rows = await connection.fetch(
+                sql("schedule"),
+                [float(item.delay_seconds)],
+                [lane.id],
+                [message_id],
+                [tx],
+                [chunk.headers[0]],
+                [chunk.payloads[0]],
+            )
+            if not rows:
+                first = await connection.fetch(sql("scheduled_first"), lane.id, tx)
+                message_id, status = str(first[0][0]) if first else message_id, "duplicate"
+        results.append(PushResult(tx or message_id, message_id, status, item.queue, item.partition, lane.uid))  # type: ignore[arg-type]
+    return results
+
+
+class Scheduler:
+    """Appends scheduled messages when they are due; workers share the work."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._soon = asyncio.Event()
+
+    def look(self) -> None:
+        """The next due time may have changed."""
+        self._soon.set()
+
+    async def run(self) -> None:
+        """Move what is due, for ever."""
+        while True:
+            self._soon.clear()
+            pause = LOOK_EVERY
+            try:
+                while await self.move() == MOVE:
+                    pass
+                due = await self._core.pool.fetchval(sql("scheduled_next"))
+                if due is not None:
+                    pause = min(pause, max(0.001, due - self._core.clock.now()))
+            except Unavailable:
+                pause = LOOK_EVERY
+            try:
+                await asyncio.wait_for(self._soon.wait(), pause)
+            except TimeoutError:
+                continue
+
+    async def move(self) -> int:
+        """Append what is due now, in one transaction with its removal here; answers how many."""
+        core = self._core
+        batches: list[Batch] = []
+        busy: list[Any] = []
+        try:
+            async with core.pool.transaction() as connection:
+                rows = await connection.fetch(sql("scheduled_due"), MOVE)
+                if not rows:
+                    return 0
+                await core.registry.lanes_of({row["lane_id"] for row in rows})
+                chunks: dict[int, Chunk] = {}
+                for row in rows:
+                    lane = core.registry.lanes_by_id.get(row["lane_id"])
+                    if lane is not None:
+                        _add(chunks.setdefault(lane.id, Chunk(lane)), row)
+                busy = await core.pusher.exclusive([chunk.lane for chunk in chunks.values()])
+                fresh = [Batch(chunk.lane, [chunk]) for chunk in chunks.values()]
+                batches = await core.pusher.append(connection, fresh, settle=False)
+                await connection.fetch(sql("scheduled_done"), [row["id"] for row in rows])
+        except Gone:
+            return 0
+        except BaseException:
+            for lane in busy:
+                lane.remembered.forget()
+            raise
+        finally:
+            core.pusher.free(busy)
+        core.pusher.commit(batches)
+        return len(rows)
+
+
+def _add(chunk: Chunk, row: Any) -> None:
+    tx = (row["transaction_id"] or "").encode()
+    if chunk.ids is None:
+        chunk.ids = []
+    chunk.ids.append(UUID(str(row["message_id"])).bytes)
+    chunk.tx.append(tx)
+    chunk.hashes.append(dedup.fingerprint(tx) if tx else 0)
+    chunk.headers.append(row["headers"])
+    chunk.payloads.append(row["payload"])

@@ -1,0 +1,186 @@
+-- Create a queue or replace its configuration, and tell the other workers.
+create function configure(p_worker text, p_name text, p_namespace text, p_task text, p_options jsonb) returns bigint
+language plpgsql as $$
+declare
+    v_id bigint;
+begin
+    insert into queue (name, namespace, task, options) values (p_name, p_namespace, p_task, p_options)
+        on conflict (name) do update set namespace = p_namespace, task = p_task, options = p_options
+    returning id into v_id;
+    insert into lane (queue_id, name) values (v_id, 'Default') on conflict (queue_id, name) do nothing;
+    insert into activity (worker, kind, queues, lanes) values (p_worker, 'config', array[v_id], '{}');
+    return v_id;
+end
+$$;
+
+-- Delete a queue and all under it. Lanes are locked before consumers, each in order, as everywhere.
+create function delete_queue(p_worker text, p_name text) returns boolean
+language plpgsql as $$
+declare
+    v_id bigint; v_lanes bigint[];
+begin
+    select id into v_id from queue where name = p_name for update;
+    if not found then
+        return false;
+    end if;
+    v_lanes := array(select l.id from (select id from lane where queue_id = v_id order by id for update) l);
+    perform from consumer where lane_id = any (v_lanes) order by lane_id, group_id for update;
+    delete from segment where lane_id = any (v_lanes);
+    delete from consumer where lane_id = any (v_lanes);
+    delete from exception where lane_id = any (v_lanes);
+    delete from hole where lane_id = any (v_lanes);
+    delete from scheduled where lane_id = any (v_lanes);
+    delete from trace where lane_id = any (v_lanes);
+    delete from stream_state where lane_id = any (v_lanes);
+    delete from dead_letter where queue_id = v_id;
+    delete from subscription where queue_id = v_id;
+    delete from lane where queue_id = v_id;
+    delete from queue where id = v_id;
+    insert into activity (worker, kind, queues, lanes) values (p_worker, 'config', array[v_id], '{}');
+    return true;
+end
+$$;
+
+-- Drop all messages of a queue, or of one of its lanes; groups go on with what comes next.
+create function clear_queue(p_worker text, p_queue bigint, p_partition text) returns bigint
+language plpgsql as $$
+declare
+    v_lanes bigint[]; v_count bigint;
+begin
+    select array_agg(l.id), coalesce(sum(l.next_seq - l.first_seq), 0) into v_lanes, v_count
+      from (select id, next_seq, first_seq from lane
+             where queue_id = p_queue and (p_partition is null or name = p_partition) order by id for no key update) l;
+    perform from consumer where lane_id = any (v_lanes) order by lane_id, group_id for update;
+    update consumer c set cursor = l.next_seq, base = l.next_seq, done = b'', answered = b'', parked_out = '{}', lease = null,
+           lease_until = null, odd = false, next_due = null
+      from lane l where l.id = c.lane_id and c.lane_id = any (v_lanes);
+    delete from segment where lane_id = any (v_lanes);
+    delete from exception where lane_id = any (v_lanes);
+    delete from hole where lane_id = any (v_lanes);
+    delete from scheduled where lane_id = any (v_lanes);
+    update lane set first_seq = next_seq, has_holes = false where id = any (v_lanes);
+    insert into activity (worker, kind, queues, lanes) values (p_worker, 'reset', array[p_queue], '{}');
+    return v_count;
+end
+$$;
+
+-- Move a group's cursors on a queue (or one lane): 'end', 'beginning', or the first message after p_at. Leases end,
+-- failures are forgotten. Lanes the group has not touched follow through its subscription.
+create function seek(p_worker text, p_group int, p_queue bigint, p_partition text, p_to text, p_at timestamptz) returns int
+language plpgsql as $$
+declare
+    v_lanes bigint[]; v_count int; v_now timestamptz := clock_timestamp();
+begin
+    v_lanes := array(select l.id from lane l where l.queue_id = p_queue and (p_partition is null or l.name = p_partition));
+    if p_partition is null then
+        insert into subscription (group_id, queue_id, mode, starts_at)
+        values (p_group, p_queue, case p_to when 'beginning' then 'all' when 'end' then 'new' else 'timestamp' end,
+                case p_to when 'beginning' then null when 'end' then v_now else p_at end)
+            on conflict (group_id, queue_id) do update set mode = excluded.mode, starts_at = excluded.starts_at;
+    else
+        insert into consumer (lane_id, group_id, cursor, base)
+        select l, p_group, s, s from unnest(v_lanes) l, start_of(p_group, l) s order by l on conflict do nothing;
+    end if;
+    perform from consumer where lane_id = any (v_lanes) and group_id = p_group order by lane_id for update;
+    with place as (
+        select l.id, case p_to
+                       when 'end' then l.next_seq
+                       when 'beginning' then l.first_seq
+                       else coalesce((select s.first_seq from segment s where s.lane_id = l.id and s.created_at > p_at
+                                       order by s.first_seq limit 1), l.next_seq)
+                     end as seq
+          from lane l where l.id = any (v_lanes)
+    ), moved as (
+        update consumer c set cursor = p.seq, base = p.seq, done = b'', answered = b'', parked_out = '{}', lease = null,
+               lease_until = null, odd = false, next_due = null
+          from place p where p.id = c.lane_id and c.group_id = p_group
+        returning c.lane_id, c.cursor
+    )
+    insert into journal (kind, worker, lanes, groups, firsts, lasts, counts)
+    select 'seek', p_worker, array_agg(m.lane_id), array_agg(p_group), array_agg(m.cursor), array_agg(m.cursor), array_agg(0)
+      from moved m having count(*) > 0;
+    delete from exception where lane_id = any (v_lanes) and group_id = p_group;
+    select count(*) into v_count from consumer where lane_id = any (v_lanes) and group_id = p_group;
+    insert into activity (worker, kind, queues, lanes) values (p_worker, 'reset', array[p_queue], '{}');
+    return v_count;
+end
+$$;
+
+-- Forget a group's cursors on one queue or all; with p_metadata also where it wanted to start.
+create function forget_group(p_worker text, p_group int, p_queue bigint, p_metadata boolean)
+returns table (partitions int, subscriptions int)
+language plpgsql as $$
+declare
+    v_lanes bigint[];
+begin
+    v_lanes := array(select l.lane_id from (
+        select c.lane_id from consumer c join lane l on l.id = c.lane_id
+         where c.group_id = p_group and (p_queue is null or l.queue_id = p_queue)
+         order by c.lane_id for update of c) l);
+    delete from consumer where lane_id = any (v_lanes) and group_id = p_group;
+    delete from exception where lane_id = any (v_lanes) and group_id = p_group;
+    subscriptions := 0;
+    if p_metadata then
+        delete from subscription where group_id = p_group and (p_queue is null or queue_id = p_queue);
+        get diagnostics subscriptions = row_count;
+    end if;
+    partitions := cardinality(v_lanes);
+    insert into activity (worker, kind, queues, lanes)
+    select p_worker, 'reset', array_agg(q.id), '{}' from queue q where p_queue is null or q.id = p_queue having count(*) > 0;
+    return next;
+end
+$$;
+
+-- Take one message out of the log for every group.
+create function delete_message(p_worker text, p_lane bigint, p_seq bigint) returns void
+language plpgsql as $$
+begin
+    update lane set has_holes = true where id = p_lane;
+    insert into hole (lane_id, seq) values (p_lane, p_seq) on conflict do nothing;
+    delete from exception where lane_id = p_lane and seq = p_seq;
+end
+$$;
+
+-- Retention, a few lanes at a time: whole segments that are too old, or old enough and settled by every group.
+-- Answers the last lane looked at (null: the end) and how many messages went.
+create function trim_lanes(p_after bigint, p_lanes int, p_segments int)
+returns table (last_lane bigint, removed bigint)
+language plpgsql as $$
+#variable_conflict use_column
+declare
+    l record; v_bound bigint; v_first bigint; v_now timestamptz := clock_timestamp();
+begin
+    removed := 0;
+    last_lane := null;
+    for l in select l.id, l.first_seq, l.next_seq, (q.options ->> 'retentionSeconds')::int as keep,
+                    (q.options ->> 'completedRetentionSeconds')::int as keep_done
+               from lane l join queue q on q.id = l.queue_id
+              where l.id > p_after and (q.options ->> 'retentionEnabled')::boolean
+              order by l.id limit p_lanes loop
+        last_lane := l.id;
+        v_bound := null;
+        if l.keep > 0 then
+            select max(s.first_seq + s.n) into v_bound from (
+                select first_seq, n, created_at from segment where lane_id = l.id order by first_seq limit p_segments) s
+             where s.created_at < v_now - make_interval(secs => l.keep);
+        end if;
+        if l.keep_done > 0 then
+            select greatest(v_bound, max(s.first_seq + s.n)) into v_bound from (
+                select first_seq, n, created_at from segment where lane_id = l.id order by first_seq limit p_segments) s
+             where s.created_at < v_now - make_interval(secs => l.keep_done)
+               and s.first_seq + s.n <= (
+                   select min(least(c.cursor, (select min(e.seq) from exception e
+                                                where e.lane_id = c.lane_id and e.group_id = c.group_id)))
+                     from consumer c where c.lane_id = l.id);
+        end if;
+        if v_bound > l.first_seq then
+            update lane set first_seq = greatest(first_seq, v_bound) where id = l.id;
+            delete from segment where lane_id = l.id and first_seq < v_bound;
+            delete from hole where lane_id = l.id and seq < v_bound;
+            delete from exception where lane_id = l.id and seq < v_bound;
+            removed := removed + v_bound - l.first_seq;
+        end if;
+    end loop;
+    return next;
+end
+$$;
