@@ -141,12 +141,15 @@ class Settled:
 class Reader:
     """One holder's hold on a group's batches of a queue."""
 
-    def __init__(self, dsn: str, queue: str, group: str, holder: str, lease_seconds: float) -> None:
+    def __init__(
+        self, dsn: str, queue: str, group: str, holder: str, lease_seconds: float, starting: str = ""
+    ) -> None:
         self.queue = queue
         self.group = group
         self.link = Link(dsn)
         self._holder = uuid.UUID(holder)
         self._seconds = lease_seconds
+        self._starting = starting
         self._row: Row | None = None
 
     @property
@@ -157,6 +160,8 @@ class Reader:
 
             def make(connection: psycopg.Connection[Row]) -> list[Row]:
                 connection.execute(SQL["make_group"], names)
+                if self._starting:
+                    connection.execute(SQL["subscribe"], {**names, "at": self._starting})
                 connection.execute(SQL["make_reader"], names)
                 return connection.execute(SQL["find_reader"], names).fetchall()
 

@@ -150,15 +150,18 @@ $$;
 -- Lanes that may have something for the group now, and how many messages, those that waited longest first.
 create function claimable(p_reader int, p_as_of timestamptz) returns table (lane_id bigint, available bigint)
 language sql as $$
-    select l.id, greatest(l.next_seq - greatest(coalesce(c.cursor, start_of(r.group_id, l.id)), l.first_seq), 1)
-      from reader r
-      join lane l on l.queue_id = r.queue_id
-      left join consumer c on c.lane_id = l.id and c.group_id = r.group_id
-     where r.id = p_reader
-       and (c.lease is null or c.lease_until <= clock_timestamp())
-       and (l.next_seq > greatest(coalesce(c.cursor, start_of(r.group_id, l.id)), l.first_seq)
-            or c.next_due <= coalesce(p_as_of, clock_timestamp()))
-     order by c.last_at nulls first, l.id
+    select a.lane_id, a.ahead + a.due
+      from (select l.id as lane_id, c.last_at,
+                   l.next_seq - greatest(coalesce(c.cursor, start_of(r.group_id, l.id)), l.first_seq) as ahead,
+                   case when c.next_due <= coalesce(p_as_of, clock_timestamp()) then (
+                       select count(*) from exception e where e.lane_id = l.id and e.group_id = r.group_id and e.parked
+                          and e.due <= coalesce(p_as_of, clock_timestamp())) else 0 end as due
+              from reader r
+              join lane l on l.queue_id = r.queue_id
+              left join consumer c on c.lane_id = l.id and c.group_id = r.group_id
+             where r.id = p_reader and (c.lease is null or c.lease_until <= clock_timestamp())) a
+     where a.ahead + a.due > 0
+     order by a.last_at nulls first, a.lane_id
 $$;
 
 -- Write the next manifest: up to p_want messages of each lane, leased. p_lane is sorted, the one order in which

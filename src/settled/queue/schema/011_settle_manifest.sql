@@ -99,7 +99,7 @@ begin
         insert into dead_letter (lane_id, lane_uid, queue_id, queue, partition, consumer_group, seq, message_id,
                                  transaction_id, error, attempts, headers, payload, created_at, failed_at)
         select s.lane_id, l.uid, q.id, q.name, l.name, q.consumer_group, s.first_seq, s.message_id, s.transaction_id,
-               coalesce(s.error, 'Retries exhausted'), s.attempts, coalesce(s.headers, b''::bytea), s.payload, s.created_at, v_now
+               coalesce(s.error, 'Retries exhausted'), s.attempts, coalesce(s.headers, ''::bytea), s.payload, s.created_at, v_now
           from staged_outcome s join lane l on l.id = s.lane_id
          where s.write = any (p_writes) and s.outcome = 'dead';
     end if;

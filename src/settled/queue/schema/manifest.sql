@@ -59,3 +59,17 @@ select coalesce(sum(l.next_seq - greatest(coalesce(c.cursor, start_of(g.id, l.id
   left join lane l on l.queue_id = q.id
   left join consumer c on c.lane_id = l.id and c.group_id = g.id
  where q.name = %(queue)s and g.name = %(group)s group by q.id, g.id
+
+-- name: segments_of
+select s.first_seq, s.n, (extract(epoch from s.created_at) * 1000000)::bigint as created, s.body
+  from (select distinct (select max(p.first_seq) from segment p where p.lane_id = %(lane)s and p.first_seq <= u.seq) as first
+          from unnest(%(seqs)s::bigint[]) u (seq)) f
+  join segment s on s.lane_id = %(lane)s and s.first_seq = f.first
+ order by s.first_seq
+
+-- name: subscribe
+insert into subscription (group_id, queue_id, mode, starts_at)
+select g.id, q.id, case %(at)s when 'earliest' then 'all' when 'latest' then 'new' else 'timestamp' end,
+       case %(at)s when 'earliest' then null when 'latest' then clock_timestamp() else nullif(%(at)s, '')::timestamptz end
+  from consumer_group g, queue q where g.name = %(group)s and q.name = %(queue)s
+    on conflict (group_id, queue_id) do nothing
