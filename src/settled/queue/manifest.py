@@ -9,7 +9,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psycopg
 from psycopg import errors
@@ -94,6 +94,12 @@ class Link:
         """Call a function of the schema."""
         query = f"select * from {function}({', '.join(['%s'] * len(values))})"  # noqa: S608 - our own names
         return self.run(lambda connection: connection.execute(query, values).fetchall())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Disconnect; the next use connects again."""
@@ -237,7 +243,7 @@ class Reader:
         return number
 
     def serve(self, number: int) -> list[Range]:
-        """What there is to read of a batch: nothing if it is settled."""
+        """What there is to read of a batch: nothing if it is settled, or is number 0, the batch without messages."""
         [row] = self.link.call("serve_manifest", self.id, self._holder, number, float(self._seconds))
         if not row["serve_manifest"]:
             return []
@@ -253,7 +259,7 @@ class Reader:
         )  # fmt: skip
         if segments:
             self.link.run(lambda c: c.execute("select pg_notify('settled', %s)", (WORKER,)).fetchall())
-        return Settled(*(row[name] for name in Settled.__slots__))
+        return Settled(*(row[name] or 0 for name in Settled.__slots__))
 
 
 def share(lanes: Sequence[tuple[int, int]], limit: int | None) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -12,8 +12,20 @@ from settled import codec
 from settled.handlers.layers import layers
 from settled.message import DONE, Delivery, Message, Metadata, in_hand
 from settled.queue.segment import TYPE_KEY
-from settled.settlement import Ack, Action, Leave, Nack, Raised, Reason, Reject, Requeue, Returned, Undecodable
-from settled.settlement import decide, describe
+from settled.settlement import (
+    Ack,
+    Action,
+    Leave,
+    Nack,
+    Raised,
+    Reason,
+    Reject,
+    Requeue,
+    Returned,
+    Undecodable,
+    decide,
+    describe,
+)
 from settled.signals import ConfigurationError
 from settled.spark.types import to_plain
 from settled.subscriber import Subscription, subscribe
@@ -183,7 +195,7 @@ class Attempts:
         one_lane = isinstance(lanes, int)
         acks = self._policy.auto_ack
         start = rows.offsets[0]
-        for i, end in enumerate(rows.offsets[1:] if not isinstance(rows.offsets, list) else rows.offsets[1:]):
+        for i, end in enumerate(rows.offsets[1:]):
             data, start = blob[start:end], end
             if held and (lanes if one_lane else lanes[i]) in held:  # type: ignore[index]
                 done.failed[i] = HELD
@@ -233,11 +245,17 @@ class Attempts:
     def _note(
         self, rows: Rows, done: Attempted, i: int, what: Raised | Returned | Undecodable, asked: Action | None = None
     ) -> None:
-        settlement = decide(what, self._policy, rows.attempts[i] if rows.attempts is not None else 1)
+        number = rows.attempts[i] if rows.attempts is not None else 1
+        try:
+            settlement = decide(what, self._policy, number)
+            error = "; ".join(sorted({describe(e) for e in settlement.errors})) or None
+        except Exception:  # an error that cannot even be shown
+            kind = "Returned" if isinstance(what, Returned) else type(what.error).__name__
+            error = f"{kind}, whose text cannot be had"
+            settlement = decide(Raised(RuntimeError(error)), self._policy, number)
         if settlement.stop:
             raise settlement.errors[0]  # not the message's fault: nothing of this batch is settled
-        error = "; ".join(sorted({describe(e) for e in settlement.errors})) or None
-        outcome = to_outcome(asked if asked is not None else settlement.action, error)
+        outcome = to_outcome(asked if asked is not None else settlement.action, _storable(error))
         if outcome[0] == ACK:
             return
         done.failed[i] = outcome
@@ -253,11 +271,16 @@ def to_outcome(action: Action, error: str | None) -> Outcome:
         case Requeue(delay):
             return (RETRY, delay, error)
         case Reject(Reason.UNACCEPTABLE, why):
-            return (INVALID, None, why or error)
+            return (INVALID, None, _storable(why) or error)
         case Reject(_, why):
-            return (DEAD, None, why or error)
+            return (DEAD, None, _storable(why) or error)
         case Nack() | Leave():
             return (RELEASE, None, error)
+
+
+def _storable(text: str | None) -> str | None:
+    """Text that Arrow and Postgres take."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "") if text else text
 
 
 def encode_json(value: Any) -> bytes:

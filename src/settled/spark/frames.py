@@ -111,7 +111,8 @@ def _ordering(url: str, queue: str, ordering: str) -> str:
     if ordering != "queue":
         return ordering
     query = "select parked from queue where name = %s"
-    rows = Link(url).run(lambda c: c.execute(query, (queue,)).fetchall(), patience=0)
+    with Link(url) as link:
+        rows = link.run(lambda c: c.execute(query, (queue,)).fetchall(), patience=0)
     if not rows:
         raise NotFound("queue", f"{queue} (push to it or configure it first)")
     return "parked" if rows[0]["parked"] else "in_order"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
 import pyarrow as pa
 from pyspark.sql.pandas.types import to_arrow_type
-from pyspark.sql.types import DataType
+from pyspark.sql.types import _parse_datatype_json_string
 
 from settled.queue.segment import uuid_text
 from settled.spark import rows
@@ -31,7 +30,7 @@ def arrow_type(result: str | None) -> pa.DataType:
     """The Arrow type of a job's result."""
     if result is None:
         return pa.binary()
-    return to_arrow_type(DataType.fromJson(json.loads(result)), timezone="UTC")
+    return to_arrow_type(_parse_datatype_json_string(result), timezone="UTC")
 
 
 def as_rows(slice_: Slice) -> Rows:

@@ -186,12 +186,14 @@ def settle_staged(settings: Options, messages: Sequence[Any]) -> Settled:
     numbers = {m.batch for m in staged if m.batch is not None}
     if len(numbers) > 1:
         raise Conflict(f"rows of batches {sorted(numbers)} came together: settle one queue a query")
-    return settings.reader().settle(
-        numbers.pop() if numbers else None,
-        [m.write for m in staged if m.write is not None],
-        sum(m.outcomes for m in staged),
-        sum(m.segments for m in staged),
-    )
+    reader = settings.reader()
+    with reader.link:
+        return reader.settle(
+            numbers.pop() if numbers else None,
+            [m.write for m in staged if m.write is not None],
+            sum(m.outcomes for m in staged),
+            sum(m.segments for m in staged),
+        )
 
 
 class StreamSink(DataSourceStreamArrowWriter):  # type: ignore[misc]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
 import threading
 import uuid
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
-from pyspark.sql.types import BinaryType, DataType, DoubleType, StringType, StructField, StructType
+from pyspark.sql.types import (
+    BinaryType,
+    DoubleType,
+    StringType,
+    StructField,
+    StructType,
+    _parse_datatype_json_string,
+)
 
 from settled.queue.errors import BadRequest, Conflict, Fenced, QueueError
 from settled.queue.manifest import Link, Range, Reader, log_ranges
@@ -83,7 +89,7 @@ def schema_of(settings: Options) -> StructType:
         fields = [StructField("payload", StringType()) if f.name == "payload" else f for f in fields]
     if settings.handler:
         result = loads(settings.handler).result
-        kind = BinaryType() if result is None else DataType.fromJson(json.loads(result))
+        kind = BinaryType() if result is None else _parse_datatype_json_string(result)
         fields += [
             StructField("outcome", StringType()),
             StructField("delay", DoubleType()),
@@ -141,12 +147,14 @@ class BatchReader(DataSourceReader):  # type: ignore[misc]
     def partitions(self) -> Sequence[InputPartition]:
         settings = self._settings
         if not settings.group:
-            ranges = log_ranges(Link(settings.url), settings.queue)
+            with Link(settings.url) as link:
+                ranges = log_ranges(link, settings.queue)
             return spread(ranges, settings, 0) or [Task([], 0)]
         reader = settings.reader()
-        reader.hold(streaming=False)
-        number = reader.claim(settings.max_rows, None)
-        ranges = reader.serve(number) if number is not None else []
+        with reader.link:
+            reader.hold(streaming=False)
+            number = reader.claim(settings.max_rows, None)
+            ranges = reader.serve(number) if number is not None else []
         return spread(ranges, settings, number or 0) or [Task([], number or 0)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -205,7 +213,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         reader = self._reader()
         tasks: list[Task] = []
-        for number in range(self._number(start) + 1, self._number(end) + 1):
+        numbers = range(self._number(start) + 1, self._number(end) + 1)
+        for number in numbers or (0,):  # Spark may run a batch without messages, which settles nothing
             tasks += spread(reader.serve(number), self._settings, number)
         return tasks
 
@@ -271,8 +280,3 @@ class _Hold:
 def new_holder() -> str:
     """A name for whoever reads: what a former one still tries is told apart by it."""
     return str(uuid.uuid4())
-
-
-def utc_now() -> datetime:
-    """Now, in UTC."""
-    return datetime.now(UTC)

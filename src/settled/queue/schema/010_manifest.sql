@@ -2,7 +2,7 @@
 -- settled in one transaction. Its number is Spark's offset, so a replay reads exactly the same messages.
 
 -- holder: whoever opened the reader last; what a former holder still tries is refused.
--- serving: the manifest that was asked for last, and so the one a sink settles.
+-- serving: the manifest that was asked for last, and so the one a sink settles; 0 if a batch had nothing to read.
 create table reader (
     id int generated always as identity primary key,
     group_id int not null,
@@ -109,7 +109,7 @@ begin
         return r;
     end if;
     update reader set holder = p_holder, kind = p_kind, held_until = v_now + make_interval(secs => p_seconds),
-           epoch = epoch + (holder <> p_holder)::int
+           epoch = epoch + (holder <> p_holder)::int, serving = case when holder = p_holder then serving else 0 end
      where id = p_reader returning * into r;
     return r;
 end
@@ -148,6 +148,7 @@ language sql as $$
 $$;
 
 -- Lanes that may have something for the group now, and how many messages, those that waited longest first.
+-- With p_as_of, a lane on which something was released since then is done: released messages are for a later run.
 create function claimable(p_reader int, p_as_of timestamptz) returns table (lane_id bigint, available bigint)
 language sql as $$
     select a.lane_id, a.ahead + a.due
@@ -159,7 +160,8 @@ language sql as $$
               from reader r
               join lane l on l.queue_id = r.queue_id
               left join consumer c on c.lane_id = l.id and c.group_id = r.group_id
-             where r.id = p_reader and (c.lease is null or c.lease_until <= clock_timestamp())) a
+             where r.id = p_reader and (c.lease is null or c.lease_until <= clock_timestamp())
+               and not coalesce(c.last_at >= p_as_of and c.cursor < c.batch_end, false)) a
      where a.ahead + a.due > 0
      order by a.last_at nulls first, a.lane_id
 $$;
@@ -297,6 +299,10 @@ declare
     r reader; m manifest;
 begin
     r := fenced(p_reader, p_holder);
+    if p_number = 0 then
+        update reader set serving = 0 where id = r.id;
+        return false;
+    end if;
     select * into m from manifest where reader_id = r.id and number = p_number;
     if not found then
         raise exception using errcode = 'SE003', message = format(

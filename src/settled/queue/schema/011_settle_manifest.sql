@@ -12,6 +12,9 @@ declare
     v_lost bigint; v_failed bigint; v_odd boolean; v_targets bigint[];
 begin
     r := fenced(p_reader, p_holder);
+    if p_number is null and r.serving = 0 then
+        return null;
+    end if;
     select * into m from manifest where reader_id = r.id and number = coalesce(p_number, r.serving);
     if not found then
         raise exception using errcode = 'SE003', message = format('batch %s is not known to the queue', p_number);
