@@ -316,3 +316,25 @@ def _as_bytes(df: DataFrame) -> Column:
     if isinstance(kind, StructType):
         return F.to_json("result").cast("binary")
     return F.to_json(F.struct(F.col("result").alias("v"))).substr(6, 2**31 - 1).cast("binary")
+
+
+def settle_each(
+    df: DataFrame, write: Callable[[DataFrame, int], None], to: str | None = None
+) -> DataStreamWriter:
+    """A stream writer that calls `write(rows, number)` for each batch and then settles it.
+
+    The handler runs once. `number` is the batch's own: it stays the same when a batch is repeated after a crash, so
+    write under it (a directory, a key, a Delta transaction) and overwrite. A batch that is settled is not repeated.
+    """
+
+    def both(rows: DataFrame, batch_id: int) -> None:
+        rows.persist()
+        try:
+            first = rows.select("batch").first()
+            if first is not None:
+                write(rows, first["batch"])
+            settle_batch(rows, batch_id, to)
+        finally:
+            rows.unpersist()
+
+    return df.writeStream.foreachBatch(both).outputMode("append")
