@@ -28,3 +28,14 @@ select q.name as queue, g.name as consumer_group, count(*) as partitions,
 -- name: heads
 select q.name as queue, l.id as lane_id, l.next_seq as head from lane l join queue q on q.id = l.queue_id
  where %(queue)s::text is null or q.name = %(queue)s
+
+-- name: redrivable
+select d.id, d.queue, d.partition, d.headers, d.payload, d.error from dead_letter d
+ where not exists (select from redriven r where r.dead_letter = d.id)
+   and (%(queue)s::text is null or d.queue = %(queue)s) and (%(group)s::text is null or d.consumer_group = %(group)s)
+   and (%(since)s::timestamptz is null or d.failed_at >= %(since)s) and (%(until)s::timestamptz is null or d.failed_at < %(until)s)
+   and (%(error)s::text is null or d.error ~ %(error)s) and (%(ids)s::uuid[] is null or d.id = any (%(ids)s))
+ order by d.failed_at, d.id limit %(limit)s
+
+-- name: mark_redriven
+insert into redriven (dead_letter, queue) select u.id, u.queue from unnest(%(ids)s::uuid[], %(queues)s::text[]) u (id, queue)
