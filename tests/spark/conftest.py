@@ -42,7 +42,12 @@ class Shop:
     def push(self, queue: str, values: list[Any], lanes: int = 2, **fields: Any) -> None:
         """Push values as JSON (bytes as they are), dealt out over the lanes."""
         items = [
-            PushItem(queue, v if isinstance(v, bytes) else msgspec.json.encode(v), partition=f"p{i % lanes}", **fields)
+            PushItem(
+                queue,
+                v if isinstance(v, bytes) else msgspec.json.encode(v),
+                partition=f"p{i % lanes}",
+                **fields,
+            )
             for i, v in enumerate(values)
         ]
         for at in range(0, len(items), 500):
@@ -52,7 +57,9 @@ class Shop:
         """Everything in a queue, by partition, in order."""
         found: dict[str, list[Any]] = {}
         while True:
-            popped = self.wait(self.engine.pop(PopRequest(queue, group=group, batch=1000, partitions=10, auto_ack=True)))
+            popped = self.wait(
+                self.engine.pop(PopRequest(queue, group=group, batch=1000, partitions=10, auto_ack=True))
+            )
             if not popped.lanes:
                 return found
             for message in popped.messages():

@@ -77,9 +77,17 @@ def main() -> None:
     jvm = spark._jvm.java.lang.ProcessHandle.current().pid() if not PLAN.get("connect") else 0  # type: ignore[union-attr]
     Path(PLAN["folder"], "pids").write_text(json.dumps([pid for pid in (jvm, os.getpid()) if pid]))
     df = read_queue(
-        spark, PLAN["queue"], "g", url=PLAN["url"], handler=charge, lease_seconds=PLAN.get("lease", 60), max_rows=400
+        spark,
+        PLAN["queue"],
+        "g",
+        url=PLAN["url"],
+        handler=charge,
+        lease_seconds=PLAN.get("lease", 60),
+        max_rows=400,
     )
-    writer = settle(df, to=PLAN["to"]).option("checkpointLocation", PLAN["checkpoint"]).trigger(availableNow=True)
+    writer = (
+        settle(df, to=PLAN["to"]).option("checkpointLocation", PLAN["checkpoint"]).trigger(availableNow=True)
+    )
     writer.start().awaitTermination()
     spark.stop()
 

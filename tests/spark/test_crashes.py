@@ -21,7 +21,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from settled.queue.embedded import EmbeddedPostgres
 from settled.spark import read_queue, settle
-from settled.spark.session import prepare
+from settled.spark.startup import prepare
 from tests.spark.conftest import Run, Shop
 
 ORDERS = 1000
@@ -76,7 +76,9 @@ def charge(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def attempted(spark: SparkSession, plan: dict[str, Any]) -> DataFrame:
-    return read_queue(spark, plan["queue"], "g", url=plan["url"], handler=charge, lease_seconds=plan.get("lease", 60))
+    return read_queue(
+        spark, plan["queue"], "g", url=plan["url"], handler=charge, lease_seconds=plan.get("lease", 60)
+    )
 
 
 def finish(spark: SparkSession, shop: Shop, plan: dict[str, Any], run: Run) -> None:
@@ -97,7 +99,12 @@ def check(shop: Shop, plan: dict[str, Any]) -> None:
         assert numbers == sorted(numbers)
     assert [d.attempts for d in shop.dead(plan["queue"])] == [2] * BAD
     totals = shop.totals(plan["queue"])
-    assert (totals["acked"], totals["dead"], totals["retried"], totals["pushed"]) == (len(good), BAD, BAD, len(good))
+    assert (totals["acked"], totals["dead"], totals["retried"], totals["pushed"]) == (
+        len(good),
+        BAD,
+        BAD,
+        len(good),
+    )
 
 
 @pytest.mark.parametrize("point", ["claim", "tasks", "staging", "settled"])
@@ -129,7 +136,9 @@ def test_a_driver_paused_past_its_lease_is_fenced_when_it_wakes(
     assert shop.totals(told["queue"])["dead"] == BAD
 
 
-def test_a_database_that_restarts_in_the_middle_of_a_batch_costs_nothing(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_database_that_restarts_in_the_middle_of_a_batch_costs_nothing(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     with tempfile.TemporaryDirectory(prefix="st-", ignore_cleanup_errors=True) as folder:
         with EmbeddedPostgres.start(folder) as server:
             shop = Shop(server.dsn)
@@ -205,7 +214,9 @@ def test_on_a_cluster_an_executor_may_be_killed(shop: Shop, tmp_path: Path) -> N
         told = plan(shop, tmp_path, "pause", master=url, conf=conf)
         with driver(told) as process:
             wait_for((tmp_path / "work" / "working").exists, 120)
-            executors = [p for p in family(worker.pid) if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline())]
+            executors = [
+                p for p in family(worker.pid) if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline())
+            ]
             assert executors
             executors[0].kill()
             (tmp_path / "work" / "go").touch()

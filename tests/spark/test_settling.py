@@ -52,7 +52,9 @@ def orders(kinds: str) -> list[Any]:
     return [Order(i, kind) if kind != "nonsense" else b"{nonsense" for i, kind in enumerate(kinds.split())]
 
 
-def attempted(mode: str, spark: SparkSession, shop: Shop, queue: str, handler: Any = charge, **more: Any) -> DataFrame:
+def attempted(
+    mode: str, spark: SparkSession, shop: Shop, queue: str, handler: Any = charge, **more: Any
+) -> DataFrame:
     if mode == "fused":
         return read_queue(spark, queue, "g", url=shop.dsn, handler=handler, **more)
     policy = {name: more.pop(name) for name in list(more) if name in ("on_error", "requeue_count", "result")}
@@ -70,12 +72,16 @@ def test_every_outcome_is_settled_its_own_way(spark: SparkSession, shop: Shop, r
     for _ in range(2):
         run(attempted(mode, spark, shop, queue), queue + "-out")
     assert shop.pop_all(queue + "-out") == {"p0": [{"invoice": 0}, {"invoice": 9}, {"invoice": 1}]}
-    dead = {msgspec.json.decode(d.payload)["id"] if d.payload[1:2] != b"n" else 3: d for d in shop.dead(queue)}
+    dead = {
+        msgspec.json.decode(d.payload)["id"] if d.payload[1:2] != b"n" else 3: d for d in shop.dead(queue)
+    }
     assert {i: d.attempts for i, d in dead.items()} == {2: 0, 3: 0, 4: 0, 8: 3}
     assert dead[2].error == "no such card"
     assert dead[3].error is not None and "malformed" in dead[3].error
     assert dead[8].error == "ZeroDivisionError: always"
-    assert dead[2].group == "g" and dead[2].partition == "p0" and dead[2].payload == b'{"id":2,"kind":"poison"}'
+    assert (
+        dead[2].group == "g" and dead[2].partition == "p0" and dead[2].payload == b'{"id":2,"kind":"poison"}'
+    )
     assert shop.lag(queue) == (3, 1)  # the blocked one and what is behind it in the log; the later one waits
 
 
@@ -86,7 +92,14 @@ def test_on_a_queue_in_order_a_failed_row_holds_back_its_lane(
     queue = shop.queue(retry="in_order", retryLimit=5)
     shop.push(queue, orders("good good good good flaky flaky good good poison good good good"), lanes=2)
     run(attempted(mode, spark, shop, queue), queue + "-out")
-    assert shop.totals(queue) == {"messages": 12, "acked": 4, "retried": 2, "released": 6, "pushed": 4, "batches": 1}
+    assert shop.totals(queue) == {
+        "messages": 12,
+        "acked": 4,
+        "retried": 2,
+        "released": 6,
+        "pushed": 4,
+        "batches": 1,
+    }
     run(attempted(mode, spark, shop, queue), queue + "-out")
     found = shop.pop_all(queue + "-out")
     assert [v["invoice"] for v in found["p0"]] == [0, 2, 4, 6, 10]
@@ -112,7 +125,10 @@ def test_rows_of_pure_sql_settle_by_their_columns(spark: SparkSession, shop: Sho
     shop.push(queue, [{"id": i, "amount": i - 2} for i in range(6)], lanes=1)
     df = read_queue(spark, queue, "g", url=shop.dsn, payload="id bigint, amount bigint")
     df = (
-        df.withColumn("outcome", F.expr("case when payload.amount < 0 then 'dead' when payload.amount = 0 then 'retry' end"))
+        df.withColumn(
+            "outcome",
+            F.expr("case when payload.amount < 0 then 'dead' when payload.amount = 0 then 'retry' end"),
+        )
         .withColumn("error", F.lit("no amount"))
         .withColumn("delay", F.lit(3600.0))
         .withColumn("result", F.struct("payload.id"))
@@ -145,7 +161,9 @@ def test_a_payload_is_parsed_to_its_schema_and_a_bad_one_is_invalid(
     queue = shop.queue()
     shop.push(queue, [{"id": 1, "tags": ["a"]}, {"id": "x", "tags": 3}, b"nope"], lanes=1)
     df = read_queue(spark, queue, "g", url=shop.dsn, payload=kind, streaming=False)
-    rows = df.select("payload.id", "payload.tags", "outcome", F.col("error").isNotNull().alias("why")).collect()
+    rows = df.select(
+        "payload.id", "payload.tags", "outcome", F.col("error").isNotNull().alias("why")
+    ).collect()
     assert [tuple(r) for r in rows][0] == (1, ["a"], "ack", False)
     assert [(r.outcome, r.why) for r in rows][1:] == [("invalid", True)] * 2
     settle_batch(df)
@@ -161,13 +179,17 @@ def test_a_result_may_have_a_schema(spark: SparkSession, shop: Shop) -> None:
         return Invoice(plain.id, plain.tags)
 
     df = read_queue(spark, queue, "g", url=shop.dsn, streaming=False).transform(attempt(bill, result=Invoice))
-    assert [tuple(r) for r in df.select("outcome", "result.order", "result.lines").collect()] == [("ack", 4, ["a", "b"])]
+    assert [tuple(r) for r in df.select("outcome", "result.order", "result.lines").collect()] == [
+        ("ack", 4, ["a", "b"])
+    ]
     settle_batch(df, to=queue + "-out")
     assert shop.pop_all(queue + "-out") == {"p0": [{"order": 4, "lines": ["a", "b"]}]}
 
 
 @pytest.mark.parametrize("mode", ["udf", "fused"])
-def test_an_explicit_handler_settles_its_message(spark: SparkSession, shop: Shop, run: Run, mode: str) -> None:
+def test_an_explicit_handler_settles_its_message(
+    spark: SparkSession, shop: Shop, run: Run, mode: str
+) -> None:
     queue = shop.queue()
 
     def handle(message: Message[Order]) -> dict[str, Any] | None:
@@ -175,7 +197,11 @@ def test_an_explicit_handler_settles_its_message(spark: SparkSession, shop: Shop
             case "good":
                 message.ack()
                 message.nak()  # the first one counts
-                return {"lane": message.metadata.lane, "attempt": message.attempt, "tenant": message.headers["tenant"]}
+                return {
+                    "lane": message.metadata.lane,
+                    "attempt": message.attempt,
+                    "tenant": message.headers["tenant"],
+                }
             case "poison":
                 message.term("broken glass")
             case "flaky":
@@ -192,7 +218,9 @@ def test_an_explicit_handler_settles_its_message(spark: SparkSession, shop: Shop
     assert (dead.error, dead.headers) == ("broken glass", {"tenant": "acme"})
 
 
-def test_decorators_and_policies_work_as_in_a_pump(spark: SparkSession, shop: Shop, run: Run, checkpoint: str) -> None:
+def test_decorators_and_policies_work_as_in_a_pump(
+    spark: SparkSession, shop: Shop, run: Run, checkpoint: str
+) -> None:
     @defer_on_error(0)
     def defer(order: Order) -> None:
         raise OSError("disk full")
@@ -259,7 +287,9 @@ def test_a_configuration_error_stops_the_query_and_settles_nothing(
     assert shop.totals(queue)["acked"] == 2
 
 
-def test_a_handler_that_cannot_work_is_refused_before_the_query_starts(spark: SparkSession, shop: Shop) -> None:
+def test_a_handler_that_cannot_work_is_refused_before_the_query_starts(
+    spark: SparkSession, shop: Shop
+) -> None:
     async def later(order: Order) -> None: ...
 
     queue = shop.queue()
@@ -283,7 +313,9 @@ def test_a_killed_worker_process_is_replaced_and_nothing_is_settled_twice(
     shop.push(queue, orders("good " * 300), lanes=3)
     run(attempted("fused", spark, shop, queue, killer), queue + "-out")
     assert flag.exists()
-    assert sorted(v["invoice"] for lane in shop.pop_all(queue + "-out").values() for v in lane) == list(range(300))
+    assert sorted(v["invoice"] for lane in shop.pop_all(queue + "-out").values() for v in lane) == list(
+        range(300)
+    )
     assert shop.totals(queue)["acked"] == 300
 
 
@@ -307,12 +339,19 @@ def test_parquet_is_written_once_a_batch_and_then_settled(
     def write(df: DataFrame, batch_id: int) -> None:
         df.persist()
         acked = df.where("outcome = 'ack'").select("result", "batch")
-        acked.write.mode("overwrite").option("partitionOverwriteMode", "dynamic").partitionBy("batch").parquet(table)
+        acked.write.mode("overwrite").option("partitionOverwriteMode", "dynamic").partitionBy(
+            "batch"
+        ).parquet(table)
         settle_batch(df, batch_id)
         df.unpersist()
 
     df = attempted("udf", spark, shop, queue)
-    query = df.writeStream.foreachBatch(write).option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+    query = (
+        df.writeStream.foreachBatch(write)
+        .option("checkpointLocation", checkpoint)
+        .trigger(availableNow=True)
+        .start()
+    )
     assert query.awaitTermination(120)
     assert spark.read.parquet(table).count() == 2
     assert shop.totals(queue) == {"messages": 3, "acked": 2, "dead": 1, "batches": 1}
@@ -323,7 +362,9 @@ def test_a_batch_that_is_not_settled_is_explained(spark: SparkSession, shop: Sho
     shop.push(queue, orders("good good good"))
     df = read_queue(spark, queue, "g", url=shop.dsn, max_rows=2)
     writer = df.writeStream.format("noop").option("checkpointLocation", checkpoint).trigger(availableNow=True)
-    with pytest.raises(StreamingQueryException, match="was read but not settled; write the stream with settle"):
+    with pytest.raises(
+        StreamingQueryException, match="was read but not settled; write the stream with settle"
+    ):
         writer.start().awaitTermination(60)
 
 
@@ -373,7 +414,11 @@ def test_without_a_group_the_log_is_only_looked_at(spark: SparkSession, shop: Sh
     df = spark.read.format("settled").options(url=shop.dsn, queue=queue, payload="string").load()
     rows = df.orderBy("payload").collect()
     assert len({r.message_id for r in rows}) == 30
-    assert rows[0].headers == {"a": "b"} and rows[0].payload == '{"id":0,"kind":"good"}' and rows[0].queue == queue
+    assert (
+        rows[0].headers == {"a": "b"}
+        and rows[0].payload == '{"id":0,"kind":"good"}'
+        and rows[0].queue == queue
+    )
     assert len(shop.pop_all(queue)) == 3
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from settled.spark.frames import attempt, read_queue, settle, settle_batch, settle_each
-    from settled.spark.session import session
+    from settled.spark.startup import session
 
 __all__ = ["session", "read_queue", "attempt", "settle", "settle_batch", "settle_each"]
 
@@ -14,4 +14,6 @@ def __getattr__(name: str) -> Any:
     # The command line imports this package where Spark is not installed.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("settled.spark.session" if name == "session" else "settled.spark.frames"), name)
+    return getattr(
+        import_module("settled.spark.startup" if name == "session" else "settled.spark.frames"), name
+    )

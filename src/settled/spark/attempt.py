@@ -57,9 +57,13 @@ class Job:
 
     def subscription(self) -> Subscription:
         """The handler as a pump would run it; ConfigurationError if it cannot run here."""
-        subscription = subscribe(self.handler, Source(channel=self.queue, group=self.group), self.policy, self.names)
+        subscription = subscribe(
+            self.handler, Source(channel=self.queue, group=self.group), self.policy, self.names
+        )
         if subscription.is_async:
-            raise ConfigurationError(f"handler {subscription.name}: Spark runs plain functions; write def, not async def")
+            raise ConfigurationError(
+                f"handler {subscription.name}: Spark runs plain functions; write def, not async def"
+            )
         if subscription.policy.ack_on_delivery:
             raise ConfigurationError(f"handler {subscription.name}: ack_on_delivery has no meaning on Spark")
         for layer in layers(self.handler):
@@ -75,7 +79,7 @@ class Rows:
     lanes: Sequence[int] | int
     blob: bytes
     offsets: Sequence[int]
-    seqs: Sequence[int]
+    seqs: Any
     attempts: Sequence[int] | None = None
     headers: Sequence[Mapping[str, str] | None] | None = None
     ids: Callable[[int], str] | None = None
@@ -101,25 +105,25 @@ class _RowDelivery(Delivery):
         self.subject = queue
         self.settled = False
 
-    @property  # type: ignore[misc]
+    @property
     def id(self) -> str:  # type: ignore[override]
         rows, i = self._rows, self._place
         return rows.ids(i) if rows.ids is not None else f"{self.lane}/{rows.seqs[i]}"
 
-    @property  # type: ignore[misc]
+    @property
     def data(self) -> bytes:  # type: ignore[override]
         rows, i = self._rows, self._place
         return rows.blob[rows.offsets[i] : rows.offsets[i + 1]]
 
-    @property  # type: ignore[misc]
+    @property
     def headers(self) -> Mapping[str, str]:  # type: ignore[override]
         return headers_of(self._rows, self._place)
 
-    @property  # type: ignore[misc]
+    @property
     def attempt(self) -> int:  # type: ignore[override]
         return self._rows.attempts[self._place] if self._rows.attempts is not None else 1
 
-    @property  # type: ignore[misc]
+    @property
     def lane(self) -> str:  # type: ignore[override]
         rows = self._rows
         if rows.partition is not None:
@@ -197,7 +201,7 @@ class Attempts:
         start = rows.offsets[0]
         for i, end in enumerate(rows.offsets[1:]):
             data, start = blob[start:end], end
-            if held and (lanes if one_lane else lanes[i]) in held:  # type: ignore[index]
+            if held and (lanes if one_lane else lanes[i]) in held:  # type: ignore[index,operator]
                 done.failed[i] = HELD
                 continue
             delivery._place = i
@@ -243,7 +247,12 @@ class Attempts:
                 in_hand.reset(token)
 
     def _note(
-        self, rows: Rows, done: Attempted, i: int, what: Raised | Returned | Undecodable, asked: Action | None = None
+        self,
+        rows: Rows,
+        done: Attempted,
+        i: int,
+        what: Raised | Returned | Undecodable,
+        asked: Action | None = None,
     ) -> None:
         number = rows.attempts[i] if rows.attempts is not None else 1
         try:

@@ -20,12 +20,16 @@ Master = Annotated[str | None, typer.Option(help="Spark's master [default: all c
 
 @app.command("run")
 def run_command(
-    handler: Annotated[str, typer.Argument(metavar="MODULE:HANDLER", help="The function, e.g. shop.billing:charge.")],
+    handler: Annotated[
+        str, typer.Argument(metavar="MODULE:HANDLER", help="The function, e.g. shop.billing:charge.")
+    ],
     queue: Annotated[str, typer.Option(help="The queue to read.")],
     group: Annotated[str, typer.Option(help="The consumer group.")],
     url: Url,
     to: Annotated[str | None, typer.Option(help="Push what the handler returns to this queue.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Spark's checkpoint [default: ./checkpoints/QUEUE-GROUP].")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Spark's checkpoint [default: ./checkpoints/QUEUE-GROUP].")
+    ] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Messages a batch.")] = 500_000,
     until_empty: Annotated[bool, typer.Option("--until-empty", help="Leave when nothing is left.")] = False,
     master: Master = None,
@@ -114,7 +118,7 @@ def redrive_command(
     since: Annotated[datetime | None, typer.Option(help="Only those that died from then on (UTC).")] = None,
     until: Annotated[datetime | None, typer.Option(help="Only those that died before (UTC).")] = None,
     error: Annotated[str | None, typer.Option(help="A pattern found in the error.")] = None,
-    where: Annotated[str | None, typer.Option(help="A Spark SQL condition, e.g. \"attempts > 2\".")] = None,
+    where: Annotated[str | None, typer.Option(help='A Spark SQL condition, e.g. "attempts > 2".')] = None,
     to: Annotated[str | None, typer.Option(help="Another queue than their own.")] = None,
     rate: Annotated[float | None, typer.Option(min=0.1, help="Messages a second.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
@@ -155,7 +159,7 @@ def _load(target: str) -> Any:
 
 def _session(master: str | None) -> Any:
     try:
-        from settled.spark.session import session
+        from settled.spark.startup import session
     except ImportError as error:
         typer.echo(f"settled: this needs Spark ({error}): pip install 'settled[spark]'", err=True)
         raise typer.Exit(2) from None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.pandas.functions import arrow_udf  # type: ignore[attr-defined]
 from pyspark.sql.types import BinaryType, DoubleType, StringType, StructField, StructType
 
 from settled.policy import Policy, PolicyOptions
@@ -24,10 +25,9 @@ from settled.spark.source import new_holder
 from settled.spark.types import spark_type, to_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
 
     from pyspark.sql import SparkSession
-    from pyspark.sql.streaming import DataStreamWriter
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 Transform = Callable[[DataFrame], DataFrame]
 MARK = "settled"
@@ -100,7 +100,7 @@ def read_queue(
         "startingPosition": starting,
     }
     if handler is not None:
-        options["handler"] = dumps(_job(handler, origin, result, Policy(**policy)))
+        options["handler"] = dumps(_job(handler, origin, result, policy_of(policy)))
     reader = (spark.readStream if streaming else spark.read).format("settled")
     df = reader.options(**options).load()
     df = df.withMetadata("batch", {MARK: json.dumps({n: getattr(origin, n) for n in Origin.__slots__})})
@@ -178,7 +178,7 @@ def _decoded(type_: Any, kind: Any) -> Callable[[Column], Column]:
         return pa.StructArray.from_arrays(arrays, names=["value", "error"])
 
     parse.__annotations__ = {"data": pa.Array, "return": pa.Array}
-    return F.arrow_udf(parse, StructType([StructField("value", kind), StructField("error", StringType())]))  # type: ignore[no-any-return]
+    return arrow_udf(parse, StructType([StructField("value", kind), StructField("error", StringType())]))
 
 
 def _job(handler: Callable[..., Any], origin: Origin, result: Any, policy: Policy) -> Job:
@@ -186,6 +186,11 @@ def _job(handler: Callable[..., Any], origin: Origin, result: Any, policy: Polic
     job = Job(handler, policy, names_of(handler), origin.queue, origin.group, origin.in_order, kind)
     job.subscription()  # what cannot work is said here, not on an executor
     return job
+
+
+def policy_of(options: PolicyOptions) -> Policy:
+    """A policy of keywords, as a subscriber takes them."""
+    return Policy(**options)  # type: ignore[arg-type]
 
 
 def attempt(handler: Callable[..., Any], *, result: Any = None, **policy: Unpack[PolicyOptions]) -> Transform:
@@ -198,7 +203,7 @@ def attempt(handler: Callable[..., Any], *, result: Any = None, **policy: Unpack
 
     def transform(df: DataFrame) -> DataFrame:
         origin = Origin.of(df)
-        job = _job(handler, origin, result, Policy(**policy))
+        job = _job(handler, origin, result, policy_of(policy))
         kind = BinaryType() if job.result is None else spark_type(result)
         data = "data" if "data" in df.columns else "payload"
         columns = ["lane", "sequence", "attempt", "headers", "message_id", "partition", "created_at", data]
@@ -231,7 +236,7 @@ def _attempting(shipped: str, kind: Any) -> Any:
             yield pa.StructArray.from_arrays(outcome_arrays(done, result), names=returns.names)
 
     run.__annotations__ = {"batches": Iterator[tuple[pa.Array, ...]], "return": Iterator[pa.Array]}
-    return F.arrow_udf(run, returns).asNondeterministic()
+    return arrow_udf(run, returns).asNondeterministic()
 
 
 def _rows(
@@ -249,10 +254,12 @@ def _rows(
         offsets=offsets.tolist(),
         seqs=seqs.to_numpy(),
         attempts=counts.tolist() if len(counts) and counts.max() > 1 else None,
-        headers=None if headers.null_count == len(headers) else [dict(h) if h else None for h in headers.to_pylist()],
-        ids=lambda i: ids[i].as_py(),  # type: ignore[no-any-return]
-        created=lambda i: created[i].as_py(),  # type: ignore[no-any-return]
-        partition=lambda i: partitions[i].as_py(),  # type: ignore[no-any-return]
+        headers=None
+        if headers.null_count == len(headers)
+        else [dict(h) if h else None for h in headers.to_pylist()],
+        ids=lambda i: ids[i].as_py(),
+        created=lambda i: created[i].as_py(),
+        partition=lambda i: partitions[i].as_py(),
     )
 
 
@@ -279,9 +286,20 @@ def settle_batch(df: DataFrame, batch_id: int | None = None, to: str | None = No
 def _settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]:
     origin = Origin.of(df)
     have = set(df.columns)
-    missing = {"lane", "sequence", "batch", "message_id", "transaction_id", "created_at", "headers", "payload"} - have
+    missing = {
+        "lane",
+        "sequence",
+        "batch",
+        "message_id",
+        "transaction_id",
+        "created_at",
+        "headers",
+        "payload",
+    } - have
     if missing:
-        raise Conflict(f"settle() needs the column {sorted(missing)[0]!r}: keep it, it goes into the dead letter")
+        raise Conflict(
+            f"settle() needs the column {sorted(missing)[0]!r}: keep it, it goes into the dead letter"
+        )
     data = F.col("data" if "data" in have else "payload")
     outcome = F.coalesce(F.col("outcome"), F.lit(ACK)) if "outcome" in have else F.lit(ACK)
     failed = outcome != ACK
@@ -292,7 +310,10 @@ def _settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]
         outcome.alias("outcome"),
         (F.col("delay").cast("double") if "delay" in have else F.lit(None).cast("double")).alias("delay"),
         (F.col("error").cast("string") if "error" in have else F.lit(None).cast("string")).alias("error"),
-        *(F.when(failed, F.col(name)).alias(name) for name in ("message_id", "transaction_id", "created_at", "headers")),
+        *(
+            F.when(failed, F.col(name)).alias(name)
+            for name in ("message_id", "transaction_id", "created_at", "headers")
+        ),
         F.when(failed, data).alias("payload"),
     ]
     options = origin.options()
@@ -301,7 +322,9 @@ def _settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]
     if to == origin.queue:
         raise BadRequest("to", to, "is the queue that is read: a message would go round for ever")
     if "result" not in have:
-        raise ConfigurationError(f"settle(to={to!r}) pushes the column `result`: add one, or attempt() a handler that returns")
+        raise ConfigurationError(
+            f"settle(to={to!r}) pushes the column `result`: add one, or attempt() a handler that returns"
+        )
     partition = F.col("to_partition") if "to_partition" in have else F.col("partition")
     push = F.when(~failed, _as_bytes(df))
     columns += [F.when(~failed, partition).alias("to_partition"), push.alias("push")]

@@ -43,14 +43,18 @@ def as_rows(slice_: Slice) -> Rows:
         offsets=columns.offsets.tolist(),
         seqs=columns.seqs,
         attempts=slice_.attempts.tolist() if slice_.attempts is not None else None,
-        headers=[_headers(h) if h else None for h in columns.headers] if columns.headers is not None else None,
+        headers=[_headers(h) if h else None for h in columns.headers]
+        if columns.headers is not None
+        else None,
         ids=lambda i: uuid_text(columns.ids[i].tobytes()),
         created=lambda i: datetime.fromtimestamp(int(columns.created[i]) / 1e6, UTC),
         partition=lambda _: partition,
     )
 
 
-def read_attempted(link: Link, settings: Options, ranges: list[Range], batch: int) -> Iterator[pa.RecordBatch]:
+def read_attempted(
+    link: Link, settings: Options, ranges: list[Range], batch: int
+) -> Iterator[pa.RecordBatch]:
     """Messages with what came of them."""
     job = loads(settings.handler)
     attempts = Attempts(job)

@@ -39,7 +39,11 @@ class Options:
         own = {name.lower(): value for name, value in given.items()}
         url = own.get("url") or os.environ.get("SETTLED_URL", "")
         if not url.startswith(("postgresql://", "postgres://")):
-            raise BadRequest("option url", url, "must be the queue's database, postgresql://…; http:// has no segments to read")
+            raise BadRequest(
+                "option url",
+                url,
+                "must be the queue's database, postgresql://…; http:// has no segments to read",
+            )
         if not own.get("queue"):
             raise BadRequest("option queue", own.get("queue"), "name the queue")
         limit = own.get("maxrows", "500000")
@@ -49,7 +53,9 @@ class Options:
             group=own.get("group", ""),
             max_rows=None if limit == "all" else _whole("maxRows", limit, 1),
             lease_seconds=float(_whole("leaseSeconds", own.get("leaseseconds", "60"), 1)),
-            ordering=_one_of("ordering", own.get("ordering", "queue"), ("queue", "in_order", "parked", "none")),
+            ordering=_one_of(
+                "ordering", own.get("ordering", "queue"), ("queue", "in_order", "parked", "none")
+            ),
             tasks=_whole("tasks", own.get("tasks", "4"), 1),
             starting=own.get("startingposition", ""),
             payload=_one_of("payload", own.get("payload", "bytes"), ("bytes", "string")),

@@ -23,13 +23,17 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):
     """Also ships Structs that were defined in `__main__`, whose fields exist only from their making on."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, StructMeta) and not cloudpickle._should_pickle_by_reference(obj):
+        if isinstance(obj, StructMeta) and not _by_name(obj):
             return _rebuild, _describe(obj)
-        return super().reducer_override(obj)
+        return super().reducer_override(obj)  # type: ignore[no-untyped-call]
+
+
+def _by_name(obj: Any) -> bool:
+    return bool(cloudpickle._should_pickle_by_reference(obj))  # type: ignore[no-untyped-call]
 
 
 def _describe(struct: Any) -> tuple[Any, ...]:
@@ -46,7 +50,7 @@ def _describe(struct: Any) -> tuple[Any, ...]:
 
 
 def _rebuild(name: str, module: str, fields: list[Any], settings: dict[str, Any], own: dict[str, Any]) -> Any:
-    made = []
+    made: list[Any] = []
     for field, type_, default, factory, _ in fields:
         if factory is not msgspec.NODEFAULT:
             made.append((field, type_, msgspec.field(default_factory=factory)))
@@ -61,7 +65,7 @@ def _rebuild(name: str, module: str, fields: list[Any], settings: dict[str, Any]
 def dumps(value: Any) -> str:
     """A value as text that fits into an option."""
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
+    _Pickler(buffer).dump(value)  # type: ignore[no-untyped-call]
     return base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -33,7 +33,7 @@ _SEGMENT_TYPES = ["uuid", "text", "text", "int4", "bytea", "int8", "int8", "int8
 
 
 @dataclass
-class Staged(WriterCommitMessage):  # type: ignore[misc]
+class Staged(WriterCommitMessage):
     """What one run of a task left for the driver."""
 
     write: uuid.UUID | None = None
@@ -72,7 +72,9 @@ class Staging:
             if self.staged.batch is None:
                 self.staged.batch = batch
             elif self.staged.batch != batch:
-                raise Conflict(f"rows of batches {self.staged.batch} and {batch} came together: settle one queue a query")
+                raise Conflict(
+                    f"rows of batches {self.staged.batch} and {batch} came together: settle one queue a query"
+                )
 
     def outcome(self, row: dict[str, Any]) -> None:
         """A row that is not acknowledged."""
@@ -196,7 +198,7 @@ def settle_staged(settings: Options, messages: Sequence[Any]) -> Settled:
         )
 
 
-class StreamSink(DataSourceStreamArrowWriter):  # type: ignore[misc]
+class StreamSink(DataSourceStreamArrowWriter):
     """Settles each batch of a stream."""
 
     def __init__(self, settings: Options) -> None:
@@ -214,7 +216,7 @@ class StreamSink(DataSourceStreamArrowWriter):  # type: ignore[misc]
         """Nothing was applied; what was staged is swept up later."""
 
 
-class BatchSink(DataSourceArrowWriter):  # type: ignore[misc]
+class BatchSink(DataSourceArrowWriter):
     """Settles the batch that is being read."""
 
     def __init__(self, settings: Options) -> None:

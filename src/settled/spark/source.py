@@ -10,11 +10,16 @@ import threading
 import uuid
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
 from pyspark.sql.types import (
     BinaryType,
     DoubleType,
@@ -46,14 +51,14 @@ def link_to(url: str) -> Link:
 
 
 @dataclass
-class Task(InputPartition):  # type: ignore[misc]
+class Task(InputPartition):
     """What one task reads."""
 
     ranges: list[Range]
     batch: int
 
 
-class SettledSource(DataSource):  # type: ignore[misc]
+class SettledSource(DataSource):
     """Reads a queue for a group and settles it. Without a group it only looks: nothing is claimed."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
@@ -138,7 +143,7 @@ def read_task(settings: Options, task: Task) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_arrays(arrays, names=schema.names)
 
 
-class BatchReader(DataSourceReader):  # type: ignore[misc]
+class BatchReader(DataSourceReader):
     """One batch: claimed when it is planned, the same one again until it is settled."""
 
     def __init__(self, settings: Options) -> None:
@@ -158,10 +163,10 @@ class BatchReader(DataSourceReader):  # type: ignore[misc]
         return spread(ranges, settings, number or 0) or [Task([], number or 0)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        yield from read_task(self._settings, partition)
+        yield from read_task(self._settings, cast(Task, partition))
 
 
-class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Batches one after the other; the offset is the manifest's number.
 
     Its offsets run in one process beside the driver, which holds the reader and renews its leases. Nothing is
@@ -219,7 +224,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type
         return tasks
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        yield from read_task(self._settings, partition)
+        yield from read_task(self._settings, cast(Task, partition))
 
     def commit(self, end: dict[str, Any]) -> None:
         """Nothing: it comes a batch late and for the last one never, so the sink settles."""

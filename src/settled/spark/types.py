@@ -75,7 +75,9 @@ def _convert(info: Any, where: str) -> DataType:
             return LongType() if issubclass(cls, int) else StringType()
         case mi.LiteralType(values=values):
             return LongType() if all(isinstance(v, int) for v in values) else StringType()
-    raise TypeError(f"{where}: a {type(info).__name__} has no Spark type; use a Struct, a dataclass or a plain type")
+    raise TypeError(
+        f"{where}: a {type(info).__name__} has no Spark type; use a Struct, a dataclass or a plain type"
+    )
 
 
 _KEPT = (datetime.datetime, datetime.date, bytes, decimal.Decimal)

@@ -18,7 +18,7 @@ from settled.queue import Engine, PushItem
 from settled.queue.embedded import EmbeddedPostgres
 from settled.spark.jobs.report import write_report
 from settled.spark.jobs.run import Progress, run
-from settled.spark.session import session
+from settled.spark.startup import session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -76,7 +76,9 @@ def make_orders(count: int, seed: int = 7) -> tuple[list[PushItem], Counter[str]
             items.append(items[chance.randrange(len(items))])
             continue
         lane = f"shop-{number % LANES:02d}"
-        order = Order(number, f"c{chance.randrange(5000):04d}", chance.randrange(100, 90_000) / 100, kind, "x" * 80)
+        order = Order(
+            number, f"c{chance.randrange(5000):04d}", chance.randrange(100, 90_000) / 100, kind, "x" * 80
+        )
         payload = encode(order) if kind != "malformed" else b'{"id": "%d", "customer": ' % number
         items.append(PushItem(QUEUE, payload, partition=lane, transaction_id=f"order-{number}"))
     return items, kinds

@@ -52,7 +52,9 @@ def query(link: Link, name: str, **values: Any) -> list[dict[str, Any]]:
     return link.run(lambda connection: connection.execute(SQL[name], values).fetchall())
 
 
-def table(spark: SparkSession, link: Link, name: str, since: datetime, until: datetime, queue: str | None) -> DataFrame:
+def table(
+    spark: SparkSession, link: Link, name: str, since: datetime, until: datetime, queue: str | None
+) -> DataFrame:
     """One of the tables between two times, as a DataFrame."""
     rows = query(link, name, since=since, until=until, queue=queue)
     return spark.createDataFrame(pa.Table.from_pylist(rows, SCHEMAS[name]))
@@ -68,14 +70,24 @@ class Exported:
 
 
 def export(
-    spark: SparkSession, url: str, folder: Path, *, queue: str | None = None, messages: bool = False, kind: str = "parquet"
+    spark: SparkSession,
+    url: str,
+    folder: Path,
+    *,
+    queue: str | None = None,
+    messages: bool = False,
+    kind: str = "parquet",
 ) -> Exported:
     """Add what happened since the last run; a run that was interrupted is done again in its place."""
     if kind not in ("parquet", "delta"):
         raise BadRequest("format", kind, "must be parquet or delta")
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / STATE
-    state = json.loads(state_file.read_text()) if state_file.exists() else {"run": 0, "until": EPOCH.isoformat(), "heads": {}}
+    state: dict[str, Any] = (
+        json.loads(state_file.read_text())
+        if state_file.exists()
+        else {"run": 0, "until": EPOCH.isoformat(), "heads": {}}
+    )
     number, since = state["run"] + 1, datetime.fromisoformat(state["until"])
     counts: dict[str, int] = {}
     with Link(url) as link:
@@ -115,7 +127,9 @@ def _delta(df: DataFrame, folder: Path, number: int) -> None:
     if deltalake.DeltaTable.is_deltatable(str(folder)):
         if deltalake.DeltaTable(str(folder)).transaction_version("settled-export") == number:
             return
-    properties = deltalake.CommitProperties(app_transactions=[deltalake.Transaction("settled-export", number)])
+    properties = deltalake.CommitProperties(
+        app_transactions=[deltalake.Transaction("settled-export", number)]
+    )
     deltalake.write_deltalake(
         str(folder), df.toArrow(), mode="append", partition_by=["day"], commit_properties=properties
     )
@@ -129,7 +143,12 @@ def _messages(
     bounds = [(r["lane_id"], int(heads.get(str(r["lane_id"]), 0)), r["head"]) for r in lanes]
     total = 0
     for name in sorted({r["queue"] for r in lanes}):
-        df = spark.read.format("settled").options(url=url, queue=name).load().withColumnRenamed("created_at", "at")
+        df = (
+            spark.read.format("settled")
+            .options(url=url, queue=name)
+            .load()
+            .withColumnRenamed("created_at", "at")
+        )
         limits = spark.createDataFrame(bounds, "lane bigint, low bigint, high bigint")
         fresh = df.join(limits, "lane").where("sequence >= low and sequence < high")
         fresh = fresh.drop("batch", "attempt", "low", "high")

@@ -15,7 +15,11 @@ LINES = {"p50": "#2f7d5b", "p90": "#d9932b", "p99": "#b8383d"}
 def render(figures: dict[str, Any]) -> str:
     """The whole page."""
     template = resources.files("settled.spark.jobs").joinpath("page.html").read_text(encoding="utf-8")
-    span = f"{_when(figures['from'])} to {_when(figures['to'])}" if figures["from"] else "nothing was settled yet"
+    span = (
+        f"{_when(figures['from'])} to {_when(figures['to'])}"
+        if figures["from"]
+        else "nothing was settled yet"
+    )
     parts = {
         "TITLE": escape(f"Queue {figures['queue']}" if figures["queue"] else "All queues"),
         "SPAN": escape(span),
@@ -69,7 +73,9 @@ def _alerts(alerts: list[dict[str, Any]]) -> str:
             f'<td class="n">{alert["worst_rate"]:,.1f}/min</td><td>{escape(when)}</td></tr>'
         )
     return (
-        "<table><tr><th></th><th>rule</th><th class='n'>worst rate</th><th>fired</th></tr>" + "".join(rows) + "</table>"
+        "<table><tr><th></th><th>rule</th><th class='n'>worst rate</th><th>fired</th></tr>"
+        + "".join(rows)
+        + "</table>"
     )
 
 
@@ -77,7 +83,11 @@ def _scale(top: float) -> tuple[float, list[float]]:
     """A round maximum and the lines to draw."""
     if top <= 0:
         return 1.0, [0.0, 1.0]
-    step = 10.0 ** (len(str(int(top))) - 1) if top >= 1 else 10.0 ** -next(i for i in range(1, 12) if top * 10**i >= 1)
+    step = (
+        10.0 ** (len(str(int(top))) - 1)
+        if top >= 1
+        else 10.0 ** -next(i for i in range(1, 12) if top * 10**i >= 1)
+    )
     for factor in (0.2, 0.5, 1, 2, 5):
         if top / (step * factor) <= 5:
             step *= factor
@@ -98,7 +108,9 @@ def _frame(times: list[float], lines: list[float], top: float, unit: str) -> str
     for value in lines:
         y = _y(value, top)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" class="tick" text-anchor="end">{_short(value)}{unit}</text>')
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" class="tick" text-anchor="end">{_short(value)}{unit}</text>'
+        )
     last = -1e9
     for time in times:
         x = _x(time, times)
@@ -107,7 +119,9 @@ def _frame(times: list[float], lines: list[float], top: float, unit: str) -> str
             span = times[-1] - times[0]
             shape = "%H:%M:%S" if span < 7200 else "%d %b %H:%M"
             text = datetime.fromtimestamp(time, UTC).strftime(shape)
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" class="tick" text-anchor="middle">{text}</text>')
+            parts.append(
+                f'<text x="{x:.1f}" y="{HEIGHT - 8}" class="tick" text-anchor="middle">{text}</text>'
+            )
     return "".join(parts)
 
 
@@ -165,7 +179,9 @@ def _lines(rows: list[dict[str, Any]], width: float) -> str:
     drawn = []
     for name, colour in LINES.items():
         points = [(_x(near[_key(r["t"], width)], times), _y(r[name], top), r) for r in rows]
-        drawn.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)}" stroke="{colour}"/>')
+        drawn.append(
+            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)}" stroke="{colour}"/>'
+        )
         drawn += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{name}: {r[name]:.3f} s</title></circle>'
             for x, y, r in points
@@ -178,7 +194,11 @@ def _svg(inner: str) -> str:
 
 
 def _legend(colours: dict[str, str]) -> str:
-    return '<p class="legend">' + "".join(f'<span><i style="background:{c}"></i>{n}</span>' for n, c in colours.items()) + "</p>"
+    return (
+        '<p class="legend">'
+        + "".join(f'<span><i style="background:{c}"></i>{n}</span>' for n, c in colours.items())
+        + "</p>"
+    )
 
 
 def _bars(rows: list[tuple[str, int, str]], colour: str) -> str:
@@ -197,7 +217,7 @@ def _dead(errors: list[dict[str, Any]]) -> str:
     if not errors:
         return _nothing("No dead letters.")
     rows = "".join(
-        f'<tr><td><b>{escape(e["error"])}</b><br><small>for example: {escape(e["example"] or "")}</small></td>'
+        f"<tr><td><b>{escape(e['error'])}</b><br><small>for example: {escape(e['example'] or '')}</small></td>"
         f'<td>{escape(e["queue"])}<br><small>{escape(e["consumer_group"])}</small></td><td class="n">{e["count"]:,}</td>'
         f'<td class="n">{e["attempts"]}</td><td>{escape(_when(e["last"]))}</td></tr>'
         for e in errors

@@ -82,14 +82,23 @@ def redrive(
 def _by_condition(link: Link, choice: Choice, spark: SparkSession | None) -> list[Any]:
     if spark is None:
         raise Conflict("a condition is evaluated by Spark: give a session")
-    dead = table(spark, link, "dead_letters", choice.since or EPOCH, choice.until or datetime.max.replace(tzinfo=EPOCH.tzinfo), choice.queue)
+    dead = table(
+        spark,
+        link,
+        "dead_letters",
+        choice.since or EPOCH,
+        choice.until or datetime.max.replace(tzinfo=EPOCH.tzinfo),
+        choice.queue,
+    )
     dead = dead.withColumn("payload", dead["payload"].cast("string"))
     return [row["id"] for row in dead.where(str(choice.where)).select("id").collect()]
 
 
 def _push(connection: Connection[Any], chosen: dict[str, Any], limit: int, to: str | None) -> int:
     with connection.transaction():
-        rows = connection.execute(SQL["redrivable"] + " for update of d skip locked", {**chosen, "limit": limit}).fetchall()
+        rows = connection.execute(
+            SQL["redrivable"] + " for update of d skip locked", {**chosen, "limit": limit}
+        ).fetchall()
         if not rows:
             return 0
         queues = [to or row["queue"] for row in rows]

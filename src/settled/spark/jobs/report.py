@@ -22,14 +22,31 @@ FIGURES = "figures"
 
 # name, what is counted, events a minute, over so many minutes: the thresholds of the router's runbook.
 RULES = (
-    ("HighRetryRate", "retries", 10.0, 5, "more than 10 retries a minute for 5 minutes: whatever is called is overloaded"),
+    (
+        "HighRetryRate",
+        "retries",
+        10.0,
+        5,
+        "more than 10 retries a minute for 5 minutes: whatever is called is overloaded",
+    ),
     ("RetryExhausted", "exhausted", 0.0, 1, "messages ran out of attempts: whatever is called is away"),
-    ("HighFailureRate", "dead", 5.0, 5, "more than 5 dead letters a minute for 5 minutes: look at their errors"),
+    (
+        "HighFailureRate",
+        "dead",
+        5.0,
+        5,
+        "more than 5 dead letters a minute for 5 minutes: look at their errors",
+    ),
 )
 
 
 def write_report(
-    spark: SparkSession, source: str | Path, target: Path, *, queue: str | None = None, hours: float | None = None
+    spark: SparkSession,
+    source: str | Path,
+    target: Path,
+    *,
+    queue: str | None = None,
+    hours: float | None = None,
 ) -> dict[str, Any]:
     """Write `target` (HTML) and the same figures beside it (.json); `source` is a database's address or an export."""
     figures = compute(spark, source, queue, hours)
@@ -38,7 +55,9 @@ def write_report(
     return figures
 
 
-def compute(spark: SparkSession, source: str | Path, queue: str | None, hours: float | None) -> dict[str, Any]:
+def compute(
+    spark: SparkSession, source: str | Path, queue: str | None, hours: float | None
+) -> dict[str, Any]:
     """All figures of a report."""
     now = datetime.now(UTC)
     since = EPOCH if hours is None else now - timedelta(hours=hours)
@@ -68,11 +87,15 @@ def _exported(spark: SparkSession, folder: Path, since: datetime, queue: str | N
 def _figures(
     settlements: DataFrame, dead: DataFrame, lag: list[dict[str, Any]], now: datetime, queue: str | None
 ) -> dict[str, Any]:
-    span = settlements.agg(F.min("at"), F.max("at"), F.sum(F.when(F.col("kind") != "seek", F.col("messages")))).first()
+    span = settlements.agg(
+        F.min("at"), F.max("at"), F.sum(F.when(F.col("kind") != "seek", F.col("messages")))
+    ).first()
     first, last = (span[0], span[1]) if span is not None else (None, None)
     seconds = max((last - first).total_seconds(), 1.0) if first is not None and last is not None else 1.0
     width = _nice(seconds / BUCKETS)
-    kinds = {r["kind"]: r["n"] for r in settlements.groupBy("kind").agg(F.sum("messages").alias("n")).collect()}
+    kinds = {
+        r["kind"]: r["n"] for r in settlements.groupBy("kind").agg(F.sum("messages").alias("n")).collect()
+    }
     errors = _classes(dead)
     return {
         "made_at": now.isoformat(timespec="seconds"),
@@ -97,7 +120,28 @@ def _figures(
 
 
 def _nice(seconds: float) -> float:
-    steps = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
+    steps = (
+        0.1,
+        0.2,
+        0.5,
+        1,
+        2,
+        5,
+        10,
+        15,
+        30,
+        60,
+        120,
+        300,
+        600,
+        900,
+        1800,
+        3600,
+        7200,
+        14400,
+        43200,
+        86400,
+    )
     return next((step for step in steps if step >= seconds), math.ceil(seconds / 86400) * 86400.0)
 
 
@@ -106,7 +150,9 @@ def _bucket(width: float) -> Any:
 
 
 def _throughput(settlements: DataFrame, width: float) -> list[dict[str, Any]]:
-    rows = settlements.groupBy(_bucket(width)).pivot("kind", ["settled", "auto_ack", "failed", "released", "dead"])
+    rows = settlements.groupBy(_bucket(width)).pivot(
+        "kind", ["settled", "auto_ack", "failed", "released", "dead"]
+    )
     return [
         {
             "t": r["t"],
@@ -141,9 +187,9 @@ def normalised(error: Any) -> Any:
 def _redeliveries(settlements: DataFrame) -> list[dict[str, Any]]:
     again = settlements.where("kind in ('failed', 'released')")
     reason = F.when(F.col("kind") == "released", F.coalesce(normalised(F.col("error")), F.lit("held back")))
-    reason = F.when((F.col("kind") == "released") & F.col("error").isNull(), F.lit("released: held back behind another")).otherwise(
-        F.coalesce(reason, normalised(F.col("error")))
-    )
+    reason = F.when(
+        (F.col("kind") == "released") & F.col("error").isNull(), F.lit("released: held back behind another")
+    ).otherwise(F.coalesce(reason, normalised(F.col("error"))))
     rows = again.groupBy(
         reason.alias("reason"), F.concat_ws("/", "queue", "consumer_group").alias("source")
     ).agg(F.sum("messages").alias("count"))
@@ -151,16 +197,25 @@ def _redeliveries(settlements: DataFrame) -> list[dict[str, Any]]:
 
 
 def _retries(settlements: DataFrame, dead: DataFrame) -> list[dict[str, Any]]:
-    failed = settlements.where("kind = 'failed'").groupBy(
-        "lane_id", "consumer_group", F.col("first_sequence").alias("sequence")
-    ).agg(F.max("attempts").alias("attempts"))
-    alive = failed.join(dead.select("lane_id", "consumer_group", "sequence"), ["lane_id", "consumer_group", "sequence"], "left_anti")
+    failed = (
+        settlements.where("kind = 'failed'")
+        .groupBy("lane_id", "consumer_group", F.col("first_sequence").alias("sequence"))
+        .agg(F.max("attempts").alias("attempts"))
+    )
+    alive = failed.join(
+        dead.select("lane_id", "consumer_group", "sequence"),
+        ["lane_id", "consumer_group", "sequence"],
+        "left_anti",
+    )
     return [r.asDict() for r in alive.groupBy("attempts").count().orderBy("attempts").collect()]
 
 
 def _classes(dead: DataFrame) -> list[dict[str, Any]]:
     rows = dead.groupBy(normalised(F.col("error")).alias("error"), "queue", "consumer_group").agg(
-        F.count("*").alias("count"), F.max("at").alias("last"), F.first("error").alias("example"), F.max("attempts").alias("attempts")
+        F.count("*").alias("count"),
+        F.max("at").alias("last"),
+        F.first("error").alias("example"),
+        F.max("attempts").alias("attempts"),
     )
     return [
         {**r.asDict(), "last": r["last"].isoformat(timespec="seconds")}
@@ -173,7 +228,9 @@ def _alerts(settlements: DataFrame) -> list[dict[str, Any]]:
     counted = settlements.groupBy(minute).agg(
         F.sum(F.when(F.col("kind") == "failed", F.col("messages")).otherwise(0)).alias("retries"),
         F.sum(F.when(F.col("kind") == "dead", F.col("messages")).otherwise(0)).alias("dead"),
-        F.sum(F.when((F.col("kind") == "dead") & (F.col("attempts") > 1), F.col("messages")).otherwise(0)).alias("exhausted"),
+        F.sum(
+            F.when((F.col("kind") == "dead") & (F.col("attempts") > 1), F.col("messages")).otherwise(0)
+        ).alias("exhausted"),
     )
     minutes = {int(r["minute"]): r for r in counted.collect()}
     return [_evaluate(minutes, *rule) for rule in RULES]
@@ -190,4 +247,11 @@ def _evaluate(
         streak = streak + 1 if rate > threshold else 0
         if streak == window:
             fired.append(datetime.fromtimestamp((minute + 1) * 60, UTC).isoformat(timespec="seconds"))
-    return {"name": name, "fired": fired, "worst_rate": worst, "threshold": threshold, "minutes": window, "text": text}
+    return {
+        "name": name,
+        "fired": fired,
+        "worst_rate": worst,
+        "threshold": threshold,
+        "minutes": window,
+        "text": text,
+    }

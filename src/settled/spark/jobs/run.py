@@ -12,7 +12,7 @@ from settled.spark.frames import read_queue, settle, settle_each
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming import StreamingQuery
+    from pyspark.sql.streaming.query import StreamingQuery
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def run(
         query: StreamingQuery = writer.option("checkpointLocation", checkpoint).start()
         try:
             while True:
-                query.awaitTermination(every)
+                query.awaitTermination(every)  # type: ignore[arg-type]
                 progress = _progress(link, queue, group, after, time.monotonic() - started)
                 on_progress(progress)
                 if not query.isActive or (until_empty and not progress.waiting and not progress.failing):
