@@ -46,6 +46,8 @@ def session(
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.shuffle.partitions": "4",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
+        # Any other limit makes Spark measure the whole batch again for each row.
+        "spark.sql.execution.arrow.maxBytesPerBatch": "2147483647",
         "spark.driver.extraJavaOptions": options,
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
