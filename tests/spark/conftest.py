@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
@@ -19,6 +20,8 @@ from settled.queue.embedded import EmbeddedPostgres
 from settled.queue.manifest import Link
 from settled.queue.types import DeadLetter, PopRequest
 from settled.spark import session, settle
+
+STREAMING = "org.apache.spark.sql.execution.streaming.checkpointing"
 
 
 class Shop:
@@ -84,9 +87,10 @@ class Shop:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[EmbeddedPostgres]:
-    with tempfile.TemporaryDirectory(prefix="st-", ignore_cleanup_errors=True) as folder:
-        with EmbeddedPostgres.start(folder) as server:
-            yield server
+    folder = tempfile.mkdtemp(prefix="st-")
+    with EmbeddedPostgres.start(folder) as server:
+        yield server
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -101,9 +105,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     folder = tmp_path_factory.mktemp("spark")
     conf = {
         "spark.sql.warehouse.dir": str(folder),
-        "spark.sql.streaming.checkpointFileManagerClass":
-            "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager",
-    }  # fmt: skip
+        "spark.sql.streaming.checkpointFileManagerClass": f"{STREAMING}.FileSystemBasedCheckpointFileManager",
+    }
     spark = session("tests", "local[2,4]", quick=True, log=folder / "jvm.log", conf=conf)
     yield spark
     spark.stop()

@@ -1,4 +1,4 @@
-"""A driver program of its own, which kills itself, its JVM and the process it happens in at the point it is told."""
+"""A driver program of its own, which kills itself and its JVM at the point it is told."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def die() -> None:
 
 
 class DyingReader(StreamReader):
+    # ruff: noqa: N802, N803 - the names are Spark's
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
         end = super().latestOffset(start, limit)
         if PLAN["point"] == "claim" and end != start:

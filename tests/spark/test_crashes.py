@@ -33,9 +33,14 @@ def plan(shop: Shop, tmp_path: Path, point: str, **more: Any) -> dict[str, Any]:
     shop.push(queue, [{"id": i} for i in range(ORDERS)], lanes=5)
     (tmp_path / "work").mkdir()
     return {
-        "url": shop.dsn, "queue": queue, "to": queue + "-out", "point": point, "folder": str(tmp_path / "work"),
-        "checkpoint": str(tmp_path / "checkpoint"), **more,
-    }  # fmt: skip
+        "url": shop.dsn,
+        "queue": queue,
+        "to": queue + "-out",
+        "point": point,
+        "folder": str(tmp_path / "work"),
+        "checkpoint": str(tmp_path / "checkpoint"),
+        **more,
+    }
 
 
 @contextmanager
@@ -43,8 +48,11 @@ def driver(plan: dict[str, Any], env: dict[str, str] | None = None) -> Iterator[
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.spark.driver", json.dumps(plan)],
-            stdout=output, stderr=output, text=True, env={**os.environ, **(env or {})},
-        )  # fmt: skip
+            stdout=output,
+            stderr=output,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
         process.output = lambda: (output.seek(0), output.read())[1]  # type: ignore[attr-defined]
         try:
             yield process
@@ -139,34 +147,33 @@ def test_a_driver_paused_past_its_lease_is_fenced_when_it_wakes(
 def test_a_database_that_restarts_in_the_middle_of_a_batch_costs_nothing(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="st-", ignore_cleanup_errors=True) as folder:
-        with EmbeddedPostgres.start(folder) as server:
-            shop = Shop(server.dsn)
-            told = plan(shop, tmp_path, "")
-            shop.link.close()
-            flag = tmp_path / "work" / "working"
+    with EmbeddedPostgres.start(tempfile.mkdtemp(prefix="st-")) as server:
+        shop = Shop(server.dsn)
+        told = plan(shop, tmp_path, "")
+        shop.link.close()
+        flag = tmp_path / "work" / "working"
 
-            def slowly(order: dict[str, Any]) -> dict[str, Any]:
-                if order["id"] == 33 and not flag.exists():
-                    flag.touch()
-                    time.sleep(1)
-                return charge(order)
+        def slowly(order: dict[str, Any]) -> dict[str, Any]:
+            if order["id"] == 33 and not flag.exists():
+                flag.touch()
+                time.sleep(1)
+            return charge(order)
 
-            for _ in range(6):
-                df = read_queue(spark, told["queue"], "g", url=told["url"], handler=slowly)
-                writer = settle(df, to=told["to"]).option("checkpointLocation", told["checkpoint"])
-                query = writer.trigger(availableNow=True).start()
-                if not flag.exists():
-                    wait_for(flag.exists)
-                    server.restart()
-                try:
-                    query.awaitTermination(60)
-                except Exception as error:
-                    assert "database" in str(error)  # it says why, and goes on when it is started again
-                if shop.lag(told["queue"]) == (0, 0):
-                    break
-            check(shop, told)
-            shop.close()
+        for _ in range(6):
+            df = read_queue(spark, told["queue"], "g", url=told["url"], handler=slowly)
+            writer = settle(df, to=told["to"]).option("checkpointLocation", told["checkpoint"])
+            query = writer.trigger(availableNow=True).start()
+            if not flag.exists():
+                wait_for(flag.exists)
+                server.restart()
+            try:
+                query.awaitTermination(60)
+            except Exception as error:
+                assert "database" in str(error)  # noqa: PT017 - it says why, and goes on when it is started again
+            if shop.lag(told["queue"]) == (0, 0):
+                break
+        check(shop, told)
+        shop.close()
 
 
 def free_port() -> int:
@@ -183,21 +190,50 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     prepare()
     home = Path(pyspark.__file__).parent
     port, url = free_port(), ""
-    env = {**os.environ, "SPARK_HOME": str(home), "SPARK_WORKER_DIR": str(tmp_path / "worker"), "SPARK_LOG_DIR": str(tmp_path),
-           "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1"}  # fmt: skip
+    env = {
+        **os.environ,
+        "SPARK_HOME": str(home),
+        "SPARK_WORKER_DIR": str(tmp_path / "worker"),
+        "SPARK_LOG_DIR": str(tmp_path),
+        "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1",
+    }
     url = f"spark://127.0.0.1:{port}"
     name = "org.apache.spark.deploy"
     script = str(home / "bin" / "spark-class")
     with (tmp_path / "cluster.log").open("wb") as log:
         master = subprocess.Popen(
-            [script, f"{name}.master.Master", "--host", "127.0.0.1", "--port", str(port), "--webui-port", str(free_port())],
-            env=env, stdout=log, stderr=log,
-        )  # fmt: skip
+            [
+                script,
+                f"{name}.master.Master",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--webui-port",
+                str(free_port()),
+            ],
+            env=env,
+            stdout=log,
+            stderr=log,
+        )
         worker = subprocess.Popen(
-            [script, f"{name}.worker.Worker", url, "--host", "127.0.0.1", "-c", "2", "-m", "1g",
-             "--webui-port", str(free_port())],
-            env=env, stdout=log, stderr=log,
-        )  # fmt: skip
+            [
+                script,
+                f"{name}.worker.Worker",
+                url,
+                "--host",
+                "127.0.0.1",
+                "-c",
+                "2",
+                "-m",
+                "1g",
+                "--webui-port",
+                str(free_port()),
+            ],
+            env=env,
+            stdout=log,
+            stderr=log,
+        )
         try:
             yield url, worker
         finally:
@@ -209,8 +245,11 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 def test_on_a_cluster_an_executor_may_be_killed(shop: Shop, tmp_path: Path) -> None:
     with cluster(tmp_path) as (url, worker):
-        conf = {"spark.executor.memory": "600m", "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
-                "spark.executorEnv.PYTHONPATH": str(Path.cwd())}  # fmt: skip
+        conf = {
+            "spark.executor.memory": "600m",
+            "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+            "spark.executorEnv.PYTHONPATH": str(Path.cwd()),
+        }
         told = plan(shop, tmp_path, "pause", master=url, conf=conf)
         with driver(told) as process:
             wait_for((tmp_path / "work" / "working").exists, 120)

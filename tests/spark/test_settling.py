@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import functions as F  # noqa: N812
 
 from settled import ConfigurationError, Defer, DontAck, Invalid, Message, Reject, current_message
 from settled.handlers import defer_on_error, reject_on_error
@@ -67,8 +67,14 @@ def test_every_outcome_is_settled_its_own_way(spark: SparkSession, shop: Shop, r
     shop.push(queue, orders("good flaky poison nonsense invalid later quiet blocked broken good"), lanes=1)
     run(attempted(mode, spark, shop, queue), queue + "-out")
     assert shop.totals(queue) == {
-        "messages": 10, "acked": 3, "retried": 3, "dead": 3, "released": 1, "pushed": 2, "batches": 1,
-    }  # fmt: skip
+        "messages": 10,
+        "acked": 3,
+        "retried": 3,
+        "dead": 3,
+        "released": 1,
+        "pushed": 2,
+        "batches": 1,
+    }
     for _ in range(2):
         run(attempted(mode, spark, shop, queue), queue + "-out")
     assert shop.pop_all(queue + "-out") == {"p0": [{"invoice": 0}, {"invoice": 9}, {"invoice": 1}]}
@@ -77,11 +83,12 @@ def test_every_outcome_is_settled_its_own_way(spark: SparkSession, shop: Shop, r
     }
     assert {i: d.attempts for i, d in dead.items()} == {2: 0, 3: 0, 4: 0, 8: 3}
     assert dead[2].error == "no such card"
-    assert dead[3].error is not None and "malformed" in dead[3].error
+    assert dead[3].error is not None
+    assert "malformed" in dead[3].error
     assert dead[8].error == "ZeroDivisionError: always"
-    assert (
-        dead[2].group == "g" and dead[2].partition == "p0" and dead[2].payload == b'{"id":2,"kind":"poison"}'
-    )
+    assert dead[2].group == "g"
+    assert dead[2].partition == "p0"
+    assert dead[2].payload == b'{"id":2,"kind":"poison"}'
     assert shop.lag(queue) == (3, 1)  # the blocked one and what is behind it in the log; the later one waits
 
 
@@ -164,7 +171,7 @@ def test_a_payload_is_parsed_to_its_schema_and_a_bad_one_is_invalid(
     rows = df.select(
         "payload.id", "payload.tags", "outcome", F.col("error").isNotNull().alias("why")
     ).collect()
-    assert [tuple(r) for r in rows][0] == (1, ["a"], "ack", False)
+    assert next(tuple(r) for r in rows) == (1, ["a"], "ack", False)
     assert [(r.outcome, r.why) for r in rows][1:] == [("invalid", True)] * 2
     settle_batch(df)
     assert shop.totals(queue)["dead"] == 2
@@ -211,8 +218,14 @@ def test_an_explicit_handler_settles_its_message(
     shop.push(queue, orders("good poison flaky forgotten"), lanes=1, headers={"tenant": "acme"})
     run(attempted(mode, spark, shop, queue, handle), queue + "-out")
     assert shop.totals(queue) == {
-        "messages": 4, "acked": 1, "retried": 1, "dead": 1, "released": 1, "pushed": 1, "batches": 1,
-    }  # fmt: skip
+        "messages": 4,
+        "acked": 1,
+        "retried": 1,
+        "dead": 1,
+        "released": 1,
+        "pushed": 1,
+        "batches": 1,
+    }
     assert shop.pop_all(queue + "-out") == {"p0": [{"lane": "p0", "attempt": 1, "tenant": "acme"}]}
     [dead] = shop.dead(queue)
     assert (dead.error, dead.headers) == ("broken glass", {"tenant": "acme"})
@@ -414,11 +427,9 @@ def test_without_a_group_the_log_is_only_looked_at(spark: SparkSession, shop: Sh
     df = spark.read.format("settled").options(url=shop.dsn, queue=queue, payload="string").load()
     rows = df.orderBy("payload").collect()
     assert len({r.message_id for r in rows}) == 30
-    assert (
-        rows[0].headers == {"a": "b"}
-        and rows[0].payload == '{"id":0,"kind":"good"}'
-        and rows[0].queue == queue
-    )
+    assert rows[0].headers == {"a": "b"}
+    assert rows[0].payload == '{"id":0,"kind":"good"}'
+    assert rows[0].queue == queue
     assert len(shop.pop_all(queue)) == 3
 
 

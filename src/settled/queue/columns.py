@@ -122,9 +122,7 @@ def decode(rows: Iterable[tuple[int, int, int, bytes]]) -> Columns:
     offsets = np.zeros(total + 1, np.int32)
     np.cumsum(np.frombuffer(b"".join(lengths), "<u4"), out=offsets[1:])
     seqs = np.repeat(np.array(firsts, np.int64), each) + within
-    return Columns(
-        seqs, created_at, all_ids, tx.end(total), headers.end(total), b"".join(payloads), offsets
-    )
+    return Columns(seqs, created_at, all_ids, tx.end(total), headers.end(total), b"".join(payloads), offsets)
 
 
 def _split(body: bytes, at: int, n: int, kind: str) -> tuple[list[bytes], int]:

@@ -185,8 +185,8 @@ class Reader:
     def hold(self, *, streaming: bool) -> None:
         """Become the holder, taking over from one that is gone; Conflict if another one lives.
 
-        A streaming holder keeps a session lock, so that a killed one is replaced at once and a paused one when its
-        lease is over.
+        A streaming holder keeps a session lock, so a killed one is replaced at once and a paused one when
+        its lease is over.
         """
         deadline = time.monotonic() + PATIENCE
         kind = "stream" if streaming else "batch"
@@ -243,7 +243,7 @@ class Reader:
         return number
 
     def serve(self, number: int) -> list[Range]:
-        """What there is to read of a batch: nothing if it is settled, or is number 0, the batch without messages."""
+        """What there is to read of a batch: nothing if it is settled; 0 is a batch without messages."""
         [row] = self.link.call("serve_manifest", self.id, self._holder, number, float(self._seconds))
         if not row["serve_manifest"]:
             return []

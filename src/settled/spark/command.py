@@ -47,9 +47,17 @@ def run_command(
 
     try:
         end = run(
-            spark, function, queue, group, str(where.resolve()), url=url, to=to, until_empty=until_empty,
-            max_rows=max_rows, on_progress=show,
-        )  # fmt: skip
+            spark,
+            function,
+            queue,
+            group,
+            str(where.resolve()),
+            url=url,
+            to=to,
+            until_empty=until_empty,
+            max_rows=max_rows,
+            on_progress=show,
+        )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except Exception as error:
@@ -57,7 +65,8 @@ def run_command(
     finally:
         spark.stop()
     typer.echo(
-        f"{'' if not live else chr(10)}batches={end.batches} acked={end.acked} retried={end.retried} dead={end.dead} "
+        f"{chr(10) if live else ''}batches={end.batches} acked={end.acked} retried={end.retried} "
+        f"dead={end.dead} "
         f"released={end.released} pushed={end.pushed} waiting={end.waiting} failing={end.failing}"
     )
 
@@ -131,9 +140,13 @@ def redrive_command(
 
     spark = _session(master) if where else None
     choice = Choice(
-        queue=queue, group=group, since=since and since.replace(tzinfo=UTC), until=until and until.replace(tzinfo=UTC),
-        error=error, where=where,
-    )  # fmt: skip
+        queue=queue,
+        group=group,
+        since=since and since.replace(tzinfo=UTC),
+        until=until and until.replace(tzinfo=UTC),
+        error=error,
+        where=where,
+    )
     try:
         count = redrive(url, choice, to=to, rate=rate, dry_run=dry_run, spark=spark)
     except Exception as failure:

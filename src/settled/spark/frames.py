@@ -6,12 +6,12 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.pandas.functions import arrow_udf  # type: ignore[attr-defined]
+from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import BinaryType, DoubleType, StringType, StructField, StructType
 
 from settled.policy import Policy, PolicyOptions
@@ -25,7 +25,6 @@ from settled.spark.source import new_holder
 from settled.spark.types import spark_type, to_plain
 
 if TYPE_CHECKING:
-
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
@@ -52,8 +51,8 @@ class Origin:
             if found is not None:
                 return cls(**json.loads(found))
         raise Conflict(
-            "this DataFrame does not come from read_queue(), or lost its column `batch`: keep the columns lane, "
-            "sequence and batch up to settle()"
+            "this DataFrame does not come from read_queue(), or lost its column `batch`: keep the columns "
+            "lane, sequence and batch up to settle()"
         )
 
     @property
@@ -64,9 +63,13 @@ class Origin:
     def options(self) -> dict[str, str]:
         """As options of the format."""
         return {
-            "url": self.url, "queue": self.queue, "group": self.group, "holder": self.holder,
-            "ordering": self.ordering, "leaseSeconds": str(round(self.lease_seconds)),
-        }  # fmt: skip
+            "url": self.url,
+            "queue": self.queue,
+            "group": self.group,
+            "holder": self.holder,
+            "ordering": self.ordering,
+            "leaseSeconds": str(round(self.lease_seconds)),
+        }
 
 
 def read_queue(
@@ -88,9 +91,10 @@ def read_queue(
 ) -> DataFrame:
     """The messages of a queue for a group, a batch at a time.
 
-    `payload` is how the column of that name looks: `bytes`, `str`, a Struct, a dataclass or a Spark schema; a row
-    that does not parse has the outcome `invalid`. With a `handler` the rows come attempted, which is the fast path of
-    `attempt(handler)`. `max_rows` bounds a batch. `starting` is "earliest", "latest" or a time, for a new group.
+    `payload` is how the column of that name looks: `bytes`, `str`, a Struct, a dataclass or a Spark schema; a
+    row that does not parse has the outcome `invalid`. With a `handler` the rows come attempted, which is the
+    fast path of `attempt(handler)`. `max_rows` bounds a batch. `starting` is "earliest", "latest" or a time,
+    for a new group.
     """
     url = url or os.environ.get("SETTLED_URL", "")
     origin = Origin(url, queue, group, new_holder(), _ordering(url, queue, ordering), lease_seconds)
@@ -178,7 +182,9 @@ def _decoded(type_: Any, kind: Any) -> Callable[[Column], Column]:
         return pa.StructArray.from_arrays(arrays, names=["value", "error"])
 
     parse.__annotations__ = {"data": pa.Array, "return": pa.Array}
-    return arrow_udf(parse, StructType([StructField("value", kind), StructField("error", StringType())]))
+    returns = StructType([StructField("value", kind), StructField("error", StringType())])
+    make: Any = arrow_udf
+    return cast("Callable[[Column], Column]", make(parse, returns))
 
 
 def _job(handler: Callable[..., Any], origin: Origin, result: Any, policy: Policy) -> Job:
@@ -196,9 +202,9 @@ def policy_of(options: PolicyOptions) -> Policy:
 def attempt(handler: Callable[..., Any], *, result: Any = None, **policy: Unpack[PolicyOptions]) -> Transform:
     """A transformation that runs the handler on each row and adds `outcome`, `delay`, `error` and `result`.
 
-    The handler is one that a pump could run: the same signature, signals and decorators, and the same policy by
-    keyword. `result` is the type of what it returns (a Struct, a dataclass, a Spark schema); without one, results
-    are JSON.
+    The handler is one that a pump could run: the same signature, signals and decorators, and the same policy
+    by keyword. `result` is the type of what it returns (a Struct, a dataclass, a Spark schema); without one,
+    results are JSON.
     """
 
     def transform(df: DataFrame) -> DataFrame:
@@ -236,13 +242,20 @@ def _attempting(shipped: str, kind: Any) -> Any:
             yield pa.StructArray.from_arrays(outcome_arrays(done, result), names=returns.names)
 
     run.__annotations__ = {"batches": Iterator[tuple[pa.Array, ...]], "return": Iterator[pa.Array]}
-    return arrow_udf(run, returns).asNondeterministic()
+    make: Any = arrow_udf
+    return make(run, returns).asNondeterministic()
 
 
 def _rows(
-    lanes: pa.Array, seqs: pa.Array, attempts: pa.Array, headers: pa.Array, ids: pa.Array, partitions: pa.Array,
-    created: pa.Array, data: pa.Array,
-) -> Rows:  # fmt: skip
+    lanes: pa.Array,
+    seqs: pa.Array,
+    attempts: pa.Array,
+    headers: pa.Array,
+    ids: pa.Array,
+    partitions: pa.Array,
+    created: pa.Array,
+    data: pa.Array,
+) -> Rows:
     import numpy as np
 
     buffers = data.buffers()
@@ -266,9 +279,9 @@ def _rows(
 def settle(df: DataFrame, to: str | None = None) -> DataStreamWriter:
     """A stream writer that settles each batch in one transaction; `start()` it.
 
-    A row is settled by its `outcome`; a row that was dropped on the way is acknowledged. With `to`, the `result` of
-    each acknowledged row is pushed to that queue, to the partition in `to_partition` or else its own, in the same
-    transaction.
+    A row is settled by its `outcome`; a row that was dropped on the way is acknowledged. With `to`, the
+    `result` of each acknowledged row is pushed to that queue, to the partition in `to_partition` or else its
+    own, in the same transaction.
     """
     rows, options = _settling(df, to)
     return rows.writeStream.format("settled").outputMode("append").options(**options)
@@ -346,8 +359,9 @@ def settle_each(
 ) -> DataStreamWriter:
     """A stream writer that calls `write(rows, number)` for each batch and then settles it.
 
-    The handler runs once. `number` is the batch's own: it stays the same when a batch is repeated after a crash, so
-    write under it (a directory, a key, a Delta transaction) and overwrite. A batch that is settled is not repeated.
+    The handler runs once. `number` is the batch's own: it stays the same when a batch is repeated after a
+    crash, so write under it (a directory, a key, a Delta transaction) and overwrite. A batch that is settled
+    is not repeated.
     """
 
     def both(rows: DataFrame, batch_id: int) -> None:

@@ -72,10 +72,20 @@ class Options:
 _KNOWN = {
     name.lower(): name
     for name in (
-        "url", "queue", "group", "maxRows", "leaseSeconds", "ordering", "tasks", "startingPosition", "payload",
-        "holder", "handler", "to",
+        "url",
+        "queue",
+        "group",
+        "maxRows",
+        "leaseSeconds",
+        "ordering",
+        "tasks",
+        "startingPosition",
+        "payload",
+        "holder",
+        "handler",
+        "to",
     )
-}  # fmt: skip
+}
 _SPARKS = {"path", "checkpointlocation", "queryname", "outputmode", "triggerinterval"}
 
 

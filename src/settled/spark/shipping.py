@@ -18,9 +18,20 @@ if TYPE_CHECKING:
 
 StructMeta = type(msgspec.Struct)
 _SETTINGS = (
-    "frozen", "eq", "order", "array_like", "gc", "repr_omit_defaults", "omit_defaults", "forbid_unknown_fields",
-    "weakref", "dict", "cache_hash", "tag_field", "tag",
-)  # fmt: skip
+    "frozen",
+    "eq",
+    "order",
+    "array_like",
+    "gc",
+    "repr_omit_defaults",
+    "omit_defaults",
+    "forbid_unknown_fields",
+    "weakref",
+    "dict",
+    "cache_hash",
+    "tag_field",
+    "tag",
+)
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -1,4 +1,4 @@
-"""Settling a batch: tasks stage what was not acknowledged and what is pushed on, the driver commits it at once."""
+"""Settling a batch: tasks stage what was not acknowledged and what is pushed on, the driver commits it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,19 @@ OUTCOMES = {ACK, RETRY, RELEASE, DEAD, INVALID}
 SEGMENT_MESSAGES, SEGMENT_BYTES = 1_000, 1_000_000
 ERROR_LIMIT = 10_000
 _OUTCOME_TYPES = [
-    "uuid", "int8", "int8", "int8", "text", "float8", "text", "uuid", "text", "timestamptz", "bytea", "bytea",
-]  # fmt: skip
+    "uuid",
+    "int8",
+    "int8",
+    "int8",
+    "text",
+    "float8",
+    "text",
+    "uuid",
+    "text",
+    "timestamptz",
+    "bytea",
+    "bytea",
+]
 _SEGMENT_TYPES = ["uuid", "text", "text", "int4", "bytea", "int8", "int8", "int8"]
 
 
@@ -86,11 +97,22 @@ class Staging:
             headers = msgspec.json.encode(dict(row["headers"])) if row["headers"] else b""
             payload = row["payload"] if isinstance(row["payload"], bytes) else (row["payload"] or "").encode()
             kept = outcome != RELEASE
-            self._outcomes.append((
-                self._write, lane, seq, seq + 1, outcome, row["delay"], error,
-                uuid.UUID(row["message_id"]) if kept else None, row["transaction_id"] if kept else None,
-                row["created_at"] if kept else None, headers if kept else None, payload if kept else None,
-            ))  # fmt: skip
+            self._outcomes.append(
+                (
+                    self._write,
+                    lane,
+                    seq,
+                    seq + 1,
+                    outcome,
+                    row["delay"],
+                    error,
+                    uuid.UUID(row["message_id"]) if kept else None,
+                    row["transaction_id"] if kept else None,
+                    row["created_at"] if kept else None,
+                    headers if kept else None,
+                    payload if kept else None,
+                )
+            )
         if self._in_order and outcome in (RETRY, RELEASE):
             self._held.add(lane)
 
@@ -172,7 +194,7 @@ def stage(batches: Iterator[pa.RecordBatch], settings: Options, link: Link) -> S
 
 
 def _stage_both(batch: pa.RecordBatch, failed: list[bool], staging: Staging) -> None:
-    """Failures and pushes, in the order of the rows: on a queue in order, nothing behind a failure is pushed."""
+    """Failures and pushes, in the order of the rows: in order, nothing behind a failure is pushed."""
     lanes, seqs = batch.column("lane").to_pylist(), batch.column("sequence").to_pylist()
     partitions, pushes = batch.column("to_partition").to_pylist(), batch.column("push").to_pylist()
     for i, bad in enumerate(failed):

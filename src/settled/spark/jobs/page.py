@@ -28,14 +28,19 @@ def render(figures: dict[str, Any]) -> str:
         "ALERTS": _alerts(figures["alerts"]),
         "THROUGHPUT": _stacked(figures["throughput"], figures["bucket_seconds"]),
         "LATENCY": _lines(figures["latency"], figures["bucket_seconds"]),
-        "REDELIVERIES": _bars([(r["reason"], r["count"], r["source"]) for r in figures["redeliveries"]], "#d9932b"),
+        "REDELIVERIES": _bars(
+            [(r["reason"], r["count"], r["source"]) for r in figures["redeliveries"]], "#d9932b"
+        ),
         "RETRIES": _bars(
-            [(f"after {r['attempts']} failed attempt{'s' * (r['attempts'] > 1)}", r["count"], "") for r in figures["retries_to_success"]],
+            [
+                (f"after {r['attempts']} failed attempt{'s' * (r['attempts'] > 1)}", r["count"], "")
+                for r in figures["retries_to_success"]
+            ],
             "#2f7d5b",
         ),
         "DEAD": _dead(figures["dead_letters"]["errors"]),
         "LAG": _lag(figures["lag"]),
-    }  # fmt: skip
+    }
     for name, value in parts.items():
         template = template.replace(f"@{name}@", value)
     return template
@@ -58,7 +63,8 @@ def _tiles(figures: dict[str, Any]) -> str:
         ("waiting now", waiting, "over all groups", "#3d4b5f"),
     ]
     return "".join(
-        f'<div class="tile"><b style="color:{colour}">{value:,}</b><span>{name}</span><small>{escape(note)}</small></div>'
+        f'<div class="tile"><b style="color:{colour}">{value:,}</b><span>{name}</span>'
+        f"<small>{escape(note)}</small></div>"
         for name, value, note, colour in tiles
     )
 
@@ -69,7 +75,8 @@ def _alerts(alerts: list[dict[str, Any]]) -> str:
         state = "fired" if alert["fired"] else "quiet"
         when = f"first at {_when(alert['fired'][0])}" if alert["fired"] else "never"
         rows.append(
-            f'<tr><td><i class="{state}">{state}</i></td><td><b>{escape(alert["name"])}</b><br>{escape(alert["text"])}</td>'
+            f'<tr><td><i class="{state}">{state}</i></td><td><b>{escape(alert["name"])}</b><br>'
+            f"{escape(alert['text'])}</td>"
             f'<td class="n">{alert["worst_rate"]:,.1f}/min</td><td>{escape(when)}</td></tr>'
         )
     return (
@@ -109,7 +116,8 @@ def _frame(times: list[float], lines: list[float], top: float, unit: str) -> str
         y = _y(value, top)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         parts.append(
-            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" class="tick" text-anchor="end">{_short(value)}{unit}</text>'
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" class="tick" text-anchor="end">'
+            f"{_short(value)}{unit}</text>"
         )
     last = -1e9
     for time in times:
@@ -183,7 +191,8 @@ def _lines(rows: list[dict[str, Any]], width: float) -> str:
             f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)}" stroke="{colour}"/>'
         )
         drawn += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{name}: {r[name]:.3f} s</title></circle>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
+            f"<title>{name}: {r[name]:.3f} s</title></circle>"
             for x, y, r in points
         ]
     return _svg(_frame(times, lines, top, " s") + "".join(drawn)) + _legend(LINES)
@@ -205,34 +214,42 @@ def _bars(rows: list[tuple[str, int, str]], colour: str) -> str:
     if not rows:
         return _nothing("None.")
     top = max(count for _, count, _ in rows)
-    return '<div class="bars">' + "".join(
-        f'<div class="name" title="{escape(name)}">{escape(name)}<small>{escape(note)}</small></div>'
-        f'<div class="track"><i style="width:{max(100 * count / top, 0.5):.1f}%;background:{colour}"></i></div>'
-        f'<div class="n">{count:,}</div>'
-        for name, count, note in rows
-    ) + "</div>"  # fmt: skip
+    return (
+        '<div class="bars">'
+        + "".join(
+            f'<div class="name" title="{escape(name)}">{escape(name)}<small>{escape(note)}</small></div>'
+            f'<div class="track"><i style="width:{max(100 * count / top, 0.5):.1f}%;'
+            f'background:{colour}"></i></div>'
+            f'<div class="n">{count:,}</div>'
+            for name, count, note in rows
+        )
+        + "</div>"
+    )
 
 
 def _dead(errors: list[dict[str, Any]]) -> str:
     if not errors:
         return _nothing("No dead letters.")
     rows = "".join(
-        f"<tr><td><b>{escape(e['error'])}</b><br><small>for example: {escape(e['example'] or '')}</small></td>"
-        f'<td>{escape(e["queue"])}<br><small>{escape(e["consumer_group"])}</small></td><td class="n">{e["count"]:,}</td>'
+        f"<tr><td><b>{escape(e['error'])}</b><br>"
+        f"<small>for example: {escape(e['example'] or '')}</small></td>"
+        f"<td>{escape(e['queue'])}<br><small>{escape(e['consumer_group'])}</small></td>"
+        f'<td class="n">{e["count"]:,}</td>'
         f'<td class="n">{e["attempts"]}</td><td>{escape(_when(e["last"]))}</td></tr>'
         for e in errors
     )
     return (
-        "<table><tr><th>error</th><th>queue, group</th><th class='n'>count</th><th class='n'>attempts</th><th>last</th></tr>"
-        + rows + "</table>"
-    )  # fmt: skip
+        "<table><tr><th>error</th><th>queue, group</th><th class='n'>count</th><th class='n'>attempts</th>"
+        "<th>last</th></tr>" + rows + "</table>"
+    )
 
 
 def _lag(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return _nothing("Not known: this report was made from files, or no group has read yet.")
     body = "".join(
-        f'<tr><td>{escape(r["queue"])}</td><td>{escape(r["consumer_group"])}</td><td class="n">{r["partitions"]}</td>'
+        f"<tr><td>{escape(r['queue'])}</td><td>{escape(r['consumer_group'])}</td>"
+        f'<td class="n">{r["partitions"]}</td>'
         f'<td class="n">{r["waiting"]:,}</td><td class="n">{r["failing"]:,}</td></tr>'
         for r in rows
     )

@@ -53,14 +53,18 @@ def redrive(
 ) -> int:
     """Push the chosen dead letters again and answer how many; `rate` is messages a second.
 
-    A dead letter is marked in the transaction that pushes it, so neither a crash nor a second run sends it twice.
+    A dead letter is marked in the transaction that pushes it: no crash and no second run sends it twice.
     """
     with Link(url) as link:
         ids = _by_condition(link, choice, spark) if choice.where else None
         chosen = {
-            "queue": choice.queue, "group": choice.group, "since": choice.since, "until": choice.until,
-            "error": choice.error, "ids": ids,
-        }  # fmt: skip
+            "queue": choice.queue,
+            "group": choice.group,
+            "since": choice.since,
+            "until": choice.until,
+            "error": choice.error,
+            "ids": ids,
+        }
         if dry_run:
             return len(query(link, "redrivable", limit=None, **chosen))
         done, size = 0, CHUNK if rate is None else max(1, min(CHUNK, int(rate)))
@@ -109,17 +113,30 @@ def _push(connection: Connection[Any], chosen: dict[str, Any], limit: int, to: s
         names = sorted(lanes)
         found = connection.execute(
             "select * from resolve(%s, %s, %s, %s, %s)",
-            ([q for q, _ in names], [p for _, p in names], [""] * len(names), [""] * len(names),
-             QueueOptions().to_json().decode()),
-        ).fetchall()  # fmt: skip
+            (
+                [q for q, _ in names],
+                [p for _, p in names],
+                [""] * len(names),
+                [""] * len(names),
+                QueueOptions().to_json().decode(),
+            ),
+        ).fetchall()
         targets = sorted({(r["lane_id"], r["queue_id"], r["queue"], r["partition"]) for r in found})
         bodies = [_body(lanes[(queue, partition)]) for _, _, queue, partition in targets]
         none = [0] * len(targets)
         answer = connection.execute(
             APPEND,
-            (WORKER, [t[1] for t in targets], [t[0] for t in targets], [None] * len(targets),
-             [len(lanes[(t[2], t[3])]) for t in targets], none, none, bodies),
-        ).fetchall()  # fmt: skip
+            (
+                WORKER,
+                [t[1] for t in targets],
+                [t[0] for t in targets],
+                [None] * len(targets),
+                [len(lanes[(t[2], t[3])]) for t in targets],
+                none,
+                none,
+                bodies,
+            ),
+        ).fetchall()
         refused = [row for row in answer if row["status"] != "ok"]
         if refused:
             raise Conflict(f"a partition was deleted meanwhile ({refused[0]['status']}): run it again")

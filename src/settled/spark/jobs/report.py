@@ -48,7 +48,7 @@ def write_report(
     queue: str | None = None,
     hours: float | None = None,
 ) -> dict[str, Any]:
-    """Write `target` (HTML) and the same figures beside it (.json); `source` is a database's address or an export."""
+    """Write `target` (HTML) and its figures beside it (.json), of a database's address or an export."""
     figures = compute(spark, source, queue, hours)
     target.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
     target.write_text(render(figures), encoding="utf-8")
