@@ -18,7 +18,7 @@ from settled.policy import Policy, PolicyOptions
 from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.queue.manifest import Link
 from settled.signals import ConfigurationError
-from settled.spark.attempt import ACK, INVALID, Attempts, Job, Rows, outcome_arrays
+from settled.spark.attempts import ACK, INVALID, Attempts, Job, Rows, outcome_arrays
 from settled.spark.fused import arrow_type
 from settled.spark.shipping import dumps, loads, names_of
 from settled.spark.source import new_holder

@@ -12,7 +12,7 @@ from pyspark.sql.types import _parse_datatype_json_string
 
 from settled.queue.segment import uuid_text
 from settled.spark import rows
-from settled.spark.attempt import Attempts, Rows, outcome_arrays
+from settled.spark.attempts import Attempts, Rows, outcome_arrays
 from settled.spark.shipping import loads
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from settled.queue import segment
 from settled.queue.errors import Conflict
 from settled.queue.manifest import SQL, Link, Settled
-from settled.spark.attempt import ACK, DEAD, INVALID, RELEASE, RETRY
+from settled.spark.attempts import ACK, DEAD, INVALID, RELEASE, RETRY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
