@@ -191,7 +191,7 @@ class Reader:
         deadline = time.monotonic() + PATIENCE
         kind = "stream" if streaming else "batch"
         while True:
-            locked = streaming and self._lock()
+            locked = streaming and self.lock()
             [row] = self.link.call("take_reader", self.id, self._holder, kind, float(self._seconds), locked)
             if row["holder"] == self._holder:
                 return
@@ -202,7 +202,8 @@ class Reader:
                 )
             time.sleep(0.1)
 
-    def _lock(self) -> bool:
+    def lock(self) -> bool:
+        """Take the reader's session lock, if no other session has it."""
         query = "select pg_try_advisory_lock(%s, %s) as locked"
         rows = self.link.run(lambda c: c.execute(query, (READER_LOCK, self.id)).fetchall())
         return bool(rows[0]["locked"])

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import threading
+import time
 import uuid
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("settled.spark")
 ROWS_A_TASK = 5_000
+IDLE = 0.1
 _links: dict[tuple[int, str], Link] = {}
 
 
@@ -209,6 +211,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         rows_ = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         number = reader.claim(rows_, self._as_of)
         if number is None:
+            if self._as_of is None:
+                time.sleep(IDLE)  # Spark asks again at once, a hundred times a second
             return start
         if number <= before:
             raise Conflict(
@@ -271,6 +275,7 @@ class _Hold:
         while not self._stopped.wait(self._every):
             try:
                 self._renewals.renew()
+                self._renewals.lock()  # free only if the database was away and the first lock went with it
                 self._renewals.tidy()
             except Fenced:
                 return  # the next step of the query hears of it and fails
