@@ -1,27 +1,39 @@
 -- Pops; counts the messages that came and stops when there are none left.
-local path
-messages = 0
+local path, now
+messages, first, last = 0, 0, 0
 local threads = {}
 
 function setup(thread) table.insert(threads, thread) end
 
-function init(args) path = args[1] end
+function init(args)
+  path = args[1]
+  now = dofile(args[2])
+end
 
-function request() return wrk.format("GET", path) end
+function request()
+  if first == 0 then first = now() end
+  return wrk.format("GET", path)
+end
 
 function response(status, headers, body)
   local found, from = 0, 1
   while true do
-    local _, last = string.find(body, '"transactionId"', from, true)
-    if not last then break end
-    found, from = found + 1, last
+    local _, at = string.find(body, '"transactionId"', from, true)
+    if not at then break end
+    found, from = found + 1, at
   end
-  messages = messages + found
-  if found == 0 then wrk.thread:stop() end
+  if found == 0 then
+    wrk.thread:stop()
+    return
+  end
+  messages, last = messages + found, now()
 end
 
 function done(summary)
-  local total = 0
-  for _, thread in ipairs(threads) do total = total + thread:get("messages") end
-  io.write(string.format("messages %d in %d us\n", total, summary.duration))
+  local total, spent = 0, 1
+  for _, thread in ipairs(threads) do
+    total = total + thread:get("messages")
+    spent = math.max(spent, thread:get("last") - thread:get("first"))
+  end
+  io.write(string.format("messages %d in %d us\n", total, spent))
 end

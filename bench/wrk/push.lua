@@ -1,10 +1,10 @@
 -- Pushes of `size` messages with ids of their own, spread over `lanes` partitions.
-local queue, size, lanes, run
+local path, queue, size, lanes, run
 local n = 0
 local pad = string.rep("x", 80)
 
 function init(args)
-  queue, size, lanes, run = args[1], tonumber(args[2]), tonumber(args[3]), args[4]
+  path, queue, size, lanes, run = args[1], args[2], tonumber(args[3]), tonumber(args[4]), args[5]
   wrk.method = "POST"
   wrk.headers["content-type"] = "application/json"
 end
@@ -17,5 +17,5 @@ function request()
     items[i] = '{"queue":"' .. queue .. '","partition":"p' .. lane .. '","transactionId":"' .. run .. '-' .. n
       .. '","payload":{"n":' .. n .. ',"pad":"' .. pad .. '"}}'
   end
-  return wrk.format(nil, "/api/v1/push", nil, '{"items":[' .. table.concat(items, ",") .. ']}')
+  return wrk.format(nil, path, nil, '{"items":[' .. table.concat(items, ",") .. ']}')
 end

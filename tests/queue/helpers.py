@@ -50,7 +50,9 @@ def with_engines(count: int) -> Callable[[Callable[..., Awaitable[None]]], Calla
     return wrap
 
 
-async def push(engine: Engine, queue: str, *ids: str, partition: str = "Default", **more: Any) -> list[PushResult]:
+async def push(
+    engine: Engine, queue: str, *ids: str, partition: str = "Default", **more: Any
+) -> list[PushResult]:
     """Push messages whose payload is their id."""
     items = [PushItem(queue, f'"{i}"'.encode(), partition, i, **more) for i in ids]
     return await engine.push(items)
@@ -67,12 +69,19 @@ def ids(popped: Popped) -> list[str]:
 
 
 async def settle(
-    engine: Engine, popped: Popped, status: str, *which: str, atomic: bool = True, lease: bool = True, **more: Any
+    engine: Engine,
+    popped: Popped,
+    status: str,
+    *which: str,
+    atomic: bool = True,
+    lease: bool = True,
+    **more: Any,
 ) -> list[AckResult]:
     """Settle messages of a batch (all, if none is named)."""
     wanted = {m.transaction_id: m for m in popped.messages()}
     items = [
-        AckItem(t, wanted[t].partition_id, status, popped.lease_id if lease else None, **more) for t in which or wanted
+        AckItem(t, wanted[t].partition_id, status, popped.lease_id if lease else None, **more)
+        for t in which or wanted
     ]
     return await engine.ack(items, popped.group, atomic=atomic)
 

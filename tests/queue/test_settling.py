@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
-from settled.queue.engine import Engine
 from settled.queue.types import AckItem, BadRequest, PopRequest
 from tests.queue.helpers import drain, ids, pop, push, settle, with_engine, with_engines
+
+if TYPE_CHECKING:
+    from settled.queue.engine import Engine
 
 
 @with_engine
@@ -148,13 +151,20 @@ async def test_an_atomic_batch_ack_settles_all_or_nothing(engine: Engine) -> Non
 
 
 @with_engine
-async def test_a_failed_message_in_the_middle_of_a_batch_is_retried_with_its_own_counter(engine: Engine) -> None:
+async def test_a_failed_message_in_the_middle_of_a_batch_is_retried_with_its_own_counter(
+    engine: Engine,
+) -> None:
     await engine.configure("q", {"retryDelay": 0, "retryLimit": 3})
     await push(engine, "q", *"abcd")
     batch = await pop(engine, "q")
     await settle(engine, batch, "completed", "a", "b", "d")
     (failed,) = await settle(engine, batch, "failed", "c", error="no luck")
-    assert (failed.success, failed.message, failed.attempts, failed.lease_released) == (True, "failed_retry", 1, True)
+    assert (failed.success, failed.message, failed.attempts, failed.lease_released) == (
+        True,
+        "failed_retry",
+        1,
+        True,
+    )
     again = await pop(engine, "q")
     assert [(m.transaction_id, m.attempts) for m in again.messages()] == [("c", 1)]
     await settle(engine, again, "failed")
@@ -167,7 +177,12 @@ async def test_a_failed_message_in_the_middle_of_a_batch_is_retried_with_its_own
     page = await engine.dead_letters(queue="q")
     assert page.total == 1
     (letter,) = page.rows
-    assert (letter.transaction_id, letter.error, letter.attempts, letter.payload) == ("c", "for good", 3, b'"c"')
+    assert (letter.transaction_id, letter.error, letter.attempts, letter.payload) == (
+        "c",
+        "for good",
+        3,
+        b'"c"',
+    )
     assert letter.created_at < letter.failed_at
     assert [(m.transaction_id, m.attempts) for m in (await pop(engine, "q")).messages()] == [("e", 1)]
 
@@ -333,7 +348,9 @@ async def test_auto_ack_takes_failed_messages_too(engine: Engine) -> None:
     batch = await pop(engine, "q")
     await settle(engine, batch, "failed", "b")
     await settle(engine, batch, "completed", "a", "c")
-    assert [(m.transaction_id, m.attempts) for m in (await pop(engine, "q", auto_ack=True)).messages()] == [("b", 1)]
+    assert [(m.transaction_id, m.attempts) for m in (await pop(engine, "q", auto_ack=True)).messages()] == [
+        ("b", 1)
+    ]
     assert await drain(engine, "q") == []
 
 

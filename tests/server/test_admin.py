@@ -252,8 +252,17 @@ def test_health_metrics_and_the_dashboards_figures(http: Http, queue: str) -> No
         assert time.monotonic() < deadline, text
     assert 'settled_http_requests_total{method="POST",route="/api/v1/push",status="201"}' in text
     assert http("GET", "/metrics").body.startswith("# HELP")
-    for path in ("/api/v1/status", "/api/v1/status/queues", f"/api/v1/status/queues/{queue}",
-                 "/api/v1/analytics/system-metrics", "/api/v1/analytics/worker-metrics"):  # fmt: skip
+    status = "/api/v1/status"
+    for path in (
+        status,
+        f"{status}/queues",
+        f"{status}/queues/{queue}",
+        f"{status}/queues/{queue}/messages",
+        f"{status}/analytics",
+        f"{status}/buffers",
+        "/api/v1/analytics/system-metrics",
+        "/api/v1/analytics/worker-metrics",
+    ):
         assert http("GET", path).status == 200, path
     assert http("POST", "/api/v1/stats/refresh").body["success"] is True
 

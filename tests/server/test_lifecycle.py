@@ -21,7 +21,7 @@ import pytest
 import urllib3
 
 from settled.queue.embedded import EmbeddedPostgres
-from settled.server.testing import running_server
+from settled.server.testing import RunningServer, running_server
 from tests.server.http import Http
 
 
@@ -149,6 +149,40 @@ def test_it_survives_a_postgres_that_goes_away_and_comes_back() -> None:
         assert seen == ["before", *sorted(pushed)]
 
 
+def test_more_requests_than_connections_are_all_answered(server: RunningServer) -> None:
+    async def main() -> list[int]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def ask(i: int) -> int:
+                if i % 2:
+                    path = ("resources/overview", "consumer-groups", "messages", "dlq")[i // 2 % 4]
+                    request = session.get(f"{server.url}/api/v1/{path}")
+                else:
+                    items = {"items": [{"queue": "crowd", "partition": f"p{i % 7}", "payload": i}]}
+                    request = session.post(f"{server.url}/api/v1/push", json=items)
+                async with request as answer:
+                    await answer.read()
+                    return answer.status
+
+            return await asyncio.gather(*(ask(i) for i in range(300)))
+
+    assert set(asyncio.run(main())) == {200, 201}
+
+
+def test_workers_end_with_their_supervisor_however_it_ends() -> None:
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)):
+        with running_server(workers=2) as server:
+            report = Http(server.url)("GET", "/api/v1/analytics/worker-metrics").body
+            pids = [worker["pid"] for worker in report["workers"]]
+            assert len(pids) == 2
+            server.process.send_signal(number)
+            assert server.process.wait(20) == code
+            wait_for(lambda pids=pids: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids))
+            if server.data is not None:
+                # A killed one leaves its Postgres behind; whoever comes next joins it, and stops it.
+                EmbeddedPostgres.start(server.data).stop()
+
+
 def test_several_workers_share_the_work_and_a_dead_one_is_replaced() -> None:
     with running_server(workers=2) as server:
         http = Http(server.url)
@@ -175,3 +209,10 @@ def wait_for(condition: Any, seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def test_the_command_can_be_listed_without_the_servers_dependencies() -> None:
+    heavy = "{'asyncpg', 'httptools', 'uvloop', 'numpy', 'platformdirs', 'aiohttp'}"
+    source = f"import sys, settled.server.command; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -147,6 +147,13 @@ def test_the_wrong_method_is_405_and_names_the_right_ones(http: Http) -> None:
     assert http("DELETE", "/api/v1/pop/queue/q").status == 405
 
 
+def test_head_works_but_takes_no_messages(http: Http, queue: str) -> None:
+    http.push(queue, 1)
+    assert http("HEAD", "/health").status == 200
+    assert http("HEAD", f"/api/v1/pop/queue/{queue}").status == 405
+    assert len(http.pop(queue)["messages"]) == 1
+
+
 def test_options_and_cors(http: Http) -> None:
     answer = http("OPTIONS", "/api/v1/push")
     assert answer.status == 204

@@ -1,4 +1,4 @@
-"""Settling: acks of many callers become bits in one call a flush; what cannot be settled is taken out alone."""
+"""Settling: acks of many callers become bits in one call; what cannot be settled is taken out alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 from asyncpg import BitString
 
 from settled.queue.db import Link
 from settled.queue.errors import BadRequest, Unavailable
+from settled.queue.marks import Mark, Settlement, overlaps
 from settled.queue.types import AckItem, AckResult
 
 if TYPE_CHECKING:
@@ -27,64 +29,7 @@ SETTLERS = 2
 KINDS = {"completed": "ack", "success": "ack", "failed": "failed", "dlq": "dlq", "retry": "retry"}
 SETTLE = f"select * from settle({', '.join(f'${i}' for i in range(1, 22))})"  # noqa: S608 - placeholders only
 ROUNDS = 50
-ERROR_LIMIT = 10_000
 _REVERSED = bytes(int(f"{i:08b}"[::-1], 2) for i in range(256))
-
-
-class Mark:
-    """One message to settle, found under its lease."""
-
-    __slots__ = ("delay", "error", "item", "kind", "lane", "lease", "result", "seq")
-
-    def __init__(self, item: AckItem, lane: Lane, lease: Lease, seq: int, kind: str) -> None:
-        self.item = item
-        self.lane = lane
-        self.lease = lease
-        self.seq = seq
-        self.kind = kind
-        self.error = item.error[:ERROR_LIMIT].replace("\0", "") if item.error else item.error
-        self.delay = item.delay
-        self.result: AckResult | None = None
-
-    @property
-    def single(self) -> bool:
-        """Whether it needs more than a bit."""
-        return (
-            self.kind != "ack"
-            or self.seq < self.lease.base
-            or self.seq >= self.lease.base + self.lease.length
-        )
-
-    def refuse(self, message: Any, error: str) -> None:
-        """Answer that it was not settled."""
-        self.result = AckResult(
-            self.item.transaction_id, False, message, error, self.lane.queue.name, self.lane.name
-        )
-
-
-class Settlement:
-    """One caller's marks; with `atomic` they are settled together or not at all."""
-
-    __slots__ = ("atomic", "future", "marks")
-
-    def __init__(self, marks: list[Mark], atomic: bool) -> None:
-        self.marks = marks
-        self.atomic = atomic
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def live(self) -> list[Mark]:
-        """What is still to be settled."""
-        if self.atomic and any(mark.result is not None for mark in self.marks):
-            return []
-        return [mark for mark in self.marks if mark.result is None]
-
-    def finish(self) -> None:
-        """Answer the caller; what an atomic call gave up because of another item says so."""
-        for mark in self.marks:
-            if mark.result is None:
-                mark.refuse("not_applied", "not settled because another item of the same call could not be")
-        if not self.future.done():
-            self.future.set_result(None)
 
 
 class Settler:
@@ -117,8 +62,9 @@ class Settler:
         self.calls = 0
         self.settled = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin settling."""
+        await asyncio.gather(*(link.get() for link in self._links))
         self._tasks = [asyncio.create_task(self._run(link)) for link in self._links]
 
     async def close(self) -> None:
@@ -150,7 +96,7 @@ class Settler:
             ]
             if not stale or (not atomic and len(stale) < len(items)):
                 break
-            # No lease id was given and the one we remembered is over: see who holds the lane now, and try again.
+            # No lease id was given and the one we remembered is over: see who holds the lane now.
         answers = []
         for item, result, mark in zip(items, results, marks, strict=True):
             if result is None and mark is not None and mark.result is None:
@@ -165,43 +111,44 @@ class Settler:
         """Each item's message under its lease, or the answer that there is none."""
         results: list[AckResult | None] = []
         marks: list[Mark | None] = []
-        twice: set[tuple[str, int, int]] = set()
-        lanes, groups, known = self._registry.lanes_by_uid, self._registry.groups, self._leases.known
+        taken: dict[tuple[str, int], set[int]] = {}
+        last: tuple[str, str | None, str | None] | None = None
+        lane: Lane | None = None
+        lease: Lease | None = None
+        seen: set[int] = set()
         for item in items:
             kind = KINDS.get(item.status)
             if kind is None:
                 raise BadRequest("status", item.status, f"must be one of {', '.join(KINDS)}")
             if item.delay is not None and not 0 <= item.delay <= 366 * 86_400:
                 raise BadRequest("delay", item.delay, "must be 0 s to a year")
-            lane = lanes.get(item.partition_id) or await self._registry.lane_by_uid(item.partition_id)
-            name = item.group or group
-            group_id = groups.get(name) or await self._registry.group(name)
-            if lane is None:
-                results.append(AckResult(item.transaction_id, False, "not_found", "Partition not found"))
-                marks.append(None)
-                continue
-            lease = known(item.lease_id or None, lane.id, group_id)
-            if lease is None:
-                lease = await self._leases.find(item.lease_id or None, lane.id, group_id, self._clock.now())
+            key = (item.partition_id, item.lease_id, item.group)
+            if key != last:  # neighbours nearly always share a lease
+                last = key
+                lane, lease = await self._lease(item, item.group or group)
+                if lease is not None:
+                    seen = taken.setdefault((lease.id, lease.lane_id), set())
             seq = lease.place(item.transaction_id) if lease is not None else None
-            if lease is not None and seq is not None:
-                place = (lease.id, lane.id, seq)
-                if place in twice:
-                    seq = None
-                twice.add(place)
-            if lease is None or seq is None:
-                why = (
-                    ("invalid_lease", "Invalid or expired lease")
-                    if lease is None
-                    else ("not_found", "Message not found")
-                )
-                queue, partition = lane.queue.name, lane.name
-                results.append(AckResult(item.transaction_id, False, why[0], why[1], queue, partition))  # type: ignore[arg-type]
+            if lane is None or lease is None or seq is None or seq in seen:
+                results.append(_refusal(item, lane, lease))
                 marks.append(None)
                 continue
+            seen.add(seq)
             results.append(None)
             marks.append(Mark(item, lane, lease, seq, kind))
         return results, marks
+
+    async def _lease(self, item: AckItem, group: str) -> tuple[Lane | None, Lease | None]:
+        """The lane and lease an item speaks of."""
+        registry = self._registry
+        lane = registry.lanes_by_uid.get(item.partition_id) or await registry.lane_by_uid(item.partition_id)
+        group_id = registry.groups.get(group) or await registry.group(group)
+        if lane is None:
+            return None, None
+        lease = self._leases.known(item.lease_id or None, lane.id, group_id)
+        if lease is None:
+            lease = await self._leases.find(item.lease_id or None, lane.id, group_id, self._clock.now())
+        return lane, lease
 
     async def _run(self, link: Link) -> None:
         while True:
@@ -212,19 +159,31 @@ class Settler:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            keys = {(m.lease.lane_id, m.lease.group_id) for s in taken for m in s.marks}
+            leases = {mark.lease for settlement in taken for mark in settlement.marks}
+            keys = {(lease.lane_id, lease.group_id) for lease in leases}
             self._out |= keys
             try:
-                await self.apply(link, taken)
-                for settlement in taken:
-                    settlement.finish()
-            except Exception as error:  # the callers must hear of it, whatever it is
-                for settlement in taken:
-                    if not settlement.future.done():
-                        settlement.future.set_exception(error)
+                await self._finish(link, taken)
             finally:
                 self._out -= keys
                 self._wake.set()
+
+    async def _finish(self, link: Link, settlements: list[Settlement]) -> None:
+        """Apply and answer; what the database refuses together is tried one by one, so only the bad fails."""
+        try:
+            await self.apply(link, settlements)
+        except asyncpg.PostgresError as error:
+            if len(settlements) == 1:
+                settlements[0].fail(error)
+            else:
+                for settlement in settlements:
+                    await self._finish(link, [settlement])
+        except Exception as error:  # the callers must hear of it, whatever it is
+            for settlement in settlements:
+                settlement.fail(error)
+        else:
+            for settlement in settlements:
+                settlement.finish()
 
     def _take(self) -> list[Settlement]:
         """Settlements that touch different messages, on lanes no other call is working on."""
@@ -235,7 +194,7 @@ class Settler:
             settlement = self._pending.popleft()
             if settlement.future.done():
                 continue
-            if _overlaps(settlement, touched, self._out):
+            if overlaps(settlement, touched, self._out):
                 later.append(settlement)
             else:
                 taken.append(settlement)
@@ -243,7 +202,7 @@ class Settler:
         return taken
 
     async def apply(self, link: Any, settlements: list[Settlement]) -> None:
-        """Settle; what cannot be settled is taken out and the rest tried again, until nothing is in the way."""
+        """Settle; what cannot be is taken out and the rest tried again, until nothing is in the way."""
         for _ in range(ROUNDS):
             marks = [mark for settlement in settlements for mark in settlement.live()]
             if not marks or await self._call(link, marks):
@@ -392,23 +351,13 @@ _NOTHING = ("00000000-0000-0000-0000-000000000000", "", datetime(1970, 1, 1, tzi
 _DIGITS = bytes([48, 49]) + bytes(254)
 
 
-def _overlaps(
-    settlement: Settlement, touched: dict[tuple[str, int], set[int]], out: set[tuple[int, int]]
-) -> bool:
-    """Whether it touches a message that this flush settles already, or a lane another call works on."""
-    own: dict[tuple[str, int], set[int]] = {}
-    last: Lease | None = None
-    seqs: set[int] = set()
-    for mark in settlement.marks:
-        lease = mark.lease
-        if lease is not last:
-            if (lease.lane_id, lease.group_id) in out:
-                return True
-            last = lease
-            seqs = own.setdefault((lease.id, lease.lane_id), set())
-        seqs.add(mark.seq)
-    if any(not seqs.isdisjoint(touched.get(key, ())) for key, seqs in own.items()):
-        return True
-    for key, seqs in own.items():
-        touched.setdefault(key, set()).update(seqs)
-    return False
+def _refusal(item: AckItem, lane: Lane | None, lease: Lease | None) -> AckResult:
+    """Why an item cannot be settled."""
+    if lane is None:
+        return AckResult(item.transaction_id, False, "not_found", "Partition not found")
+    queue, partition = lane.queue.name, lane.name
+    if lease is None:
+        return AckResult(
+            item.transaction_id, False, "invalid_lease", "Invalid or expired lease", queue, partition
+        )
+    return AckResult(item.transaction_id, False, "not_found", "Message not found", queue, partition)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from settled.queue.db import Link, sql
@@ -45,18 +46,24 @@ class Activity:
         self._tick = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: Any = None
+        self._closing = False
 
     async def start(self) -> None:
         """Begin listening."""
         await self.read()
         await self._listen()
+        await self._bell.get()
         self._tasks = [asyncio.create_task(task()) for task in (self._ring, self._timers, self._watch)]
 
     async def close(self) -> None:
-        """Stop."""
-        for task in self._tasks:
+        """Stop, with no statement cut off half-way."""
+        self._closing = True
+        self._rung.set()
+        ring, *others = self._tasks
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        reads = [task for task in (self._reading, self._next) if task is not None]
+        await asyncio.gather(ring, *others, *reads, return_exceptions=True)
         for link in (self._reader, self._listener, self._bell):
             await link.close()
 
@@ -122,12 +129,12 @@ class Activity:
             self._listening = connection
 
     def _heard(self, _connection: Any, _pid: int, _channel: str, payload: object) -> None:
-        if payload != self._worker:
+        if payload != self._worker and not self._closing:
             task = asyncio.ensure_future(self.read())
             task.add_done_callback(_ignore)
 
     async def _ring(self) -> None:
-        while True:
+        while not self._closing:
             await self._rung.wait()
             self._rung.clear()
             try:
@@ -143,10 +150,7 @@ class Activity:
             pause = (
                 LOOK_EVERY if soonest is None else min(LOOK_EVERY, max(0.001, soonest - self._clock.now()))
             )
-            try:
-                await asyncio.wait_for(self._tick.wait(), pause)
-            except TimeoutError:
-                continue
+            await wait_for(self._tick, pause)
 
     async def _watch(self) -> None:
         """Look once a second even if no bell was heard, and listen again after an outage."""
@@ -163,6 +167,13 @@ class Activity:
                 if not down:
                     log.warning("%s", error)
                 down = True
+
+
+async def wait_for(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, but not for ever."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):  # asyncio.wait_for may swallow a cancellation
+            await event.wait()
 
 
 def _ignore(task: asyncio.Task[None]) -> None:

@@ -76,7 +76,7 @@ class SegmentCache:
         return segment if seq < segment.end_seq else None
 
     def run(self, lane_id: int, first: int, end: int) -> tuple[list[Segment], int]:
-        """Cached segments from `first` on without a gap, and where they end (`end` or later if all are there)."""
+        """Cached segments from `first` on without a gap, and where they end."""
         found = []
         while first < end and (segment := self.find(lane_id, first)) is not None:
             found.append(segment)

@@ -10,7 +10,7 @@ import socket
 from typing import TYPE_CHECKING, Any, Self
 
 from settled.queue.ack import Settler
-from settled.queue.activity import Activity
+from settled.queue.activity import Activity, wait_for
 from settled.queue.admin import Room
 from settled.queue.cache import SegmentCache
 from settled.queue.db import Clock, Pool, migrate, sql
@@ -23,9 +23,11 @@ from settled.queue.pop import Popper
 from settled.queue.push import Pusher
 from settled.queue.ready import ReadySets
 from settled.queue.schedule import Scheduler
+from settled.queue.types import AckItem
 
 if TYPE_CHECKING:
     from settled.queue.lanes import Lane
+    from settled.queue.popped import Popped
 
 log = logging.getLogger("settled.queue")
 POOL = 4
@@ -55,6 +57,7 @@ class Core:
             self.activity,
             self.clock,
             self.pool,
+            self.give_back,
         )
         self.poller = Poller(self.pool, self.registry, self.ready, self.popper, self.activity, self.clock)
         self.settler = Settler(
@@ -64,6 +67,8 @@ class Core:
         self.janitor = Janitor(self)
         self.room = Room(self)
         self.switches: dict[str, bool] = {}
+        self.stopping = asyncio.Event()
+        self._given_back: set[asyncio.Task[Any]] = set()
         self._tasks: list[asyncio.Task[Any]] = []
 
     @classmethod
@@ -73,9 +78,9 @@ class Core:
         core = cls(dsn, worker)
         await core.clock.sync(core.pool)
         await core.activity.start()
-        core.pusher.start()
-        core.popper.start()
-        core.settler.start()
+        await core.pusher.start()
+        await core.popper.start()
+        await core.settler.start()
         await core.read_switches()
         core.spawn(core.watch_switches())
         if maintain:
@@ -89,8 +94,8 @@ class Core:
 
     async def watch_switches(self) -> None:
         """Follow switches that another worker set."""
-        while True:
-            await asyncio.sleep(1)
+        while not self.stopping.is_set():
+            await wait_for(self.stopping, 1)
             try:
                 await self.read_switches()
             except Unavailable:
@@ -102,14 +107,29 @@ class Core:
 
     async def close(self) -> None:
         """Answer what is in flight, then stop everything."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.stopping.set()
+        self.scheduler.look()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=10)
+            for task in late:
+                task.cancel()
         await self.pusher.close()
         await self.popper.close()
+        await asyncio.gather(*self._given_back, return_exceptions=True)
         await self.settler.close()
         await self.activity.close()
         await self.pool.close()
+
+    def give_back(self, popped: Popped) -> None:
+        """Nobody waits any more for what was just leased: let somebody else have it."""
+        if popped.lease_id is not None:
+            items = [
+                AckItem(m.transaction_id, m.partition_id, "retry", m.lease_id, group=m.group)
+                for m in popped.messages()
+            ]
+            task = asyncio.create_task(self.settler.settle(items, popped.group, atomic=False))
+            self._given_back.add(task)
+            task.add_done_callback(self._given_back.discard)
 
     def appended(self, lanes: list[tuple[Lane, int]]) -> None:
         """Messages are on disk: tell who waits, here and elsewhere."""

@@ -58,15 +58,28 @@ class Link:
         self._dsn = dsn
         self._settings = settings
         self._connection: asyncpg.Connection | None = None
+        self._opening: asyncio.Task[asyncpg.Connection] | None = None
+        self._closed = False
 
     async def get(self) -> asyncpg.Connection:
         """The open connection; Unavailable if there can be none now."""
-        if self._connection is None or self._connection.is_closed():
+        while self._connection is None or self._connection.is_closed():
+            if self._closed:
+                raise Unavailable("the engine is closed")
+            # A caller may be cancelled; a connection half made would be left open.
+            if self._opening is None:
+                self._opening = asyncio.create_task(connect(self._dsn, **self._settings))
+                self._opening.add_done_callback(self._opened)
             try:
-                self._connection = await connect(self._dsn, **self._settings)
+                await asyncio.shield(self._opening)
             except _GONE as error:
                 raise Unavailable(str(error) or type(error).__name__) from error
         return self._connection
+
+    def _opened(self, opening: asyncio.Task[asyncpg.Connection]) -> None:
+        self._opening = None
+        if not opening.cancelled() and opening.exception() is None:
+            self._connection = opening.result()
 
     async def fetch(self, query: str, *args: Any) -> list[Any]:
         """Run one statement; Unavailable if the connection is lost, whatever became of the statement."""
@@ -95,7 +108,10 @@ class Link:
             self._connection = None
 
     async def close(self) -> None:
-        """Disconnect."""
+        """Disconnect for good."""
+        self._closed = True
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
         if self._connection is not None:
             connection, self._connection = self._connection, None
             try:
@@ -110,6 +126,7 @@ class Pool:
     def __init__(self, dsn: str, size: int) -> None:
         self._links = [Link(dsn) for _ in range(size)]
         self._free: asyncio.LifoQueue[Link] = asyncio.LifoQueue()
+        self._running: set[asyncio.Task[list[Any]]] = set()
         for link in self._links:
             self._free.put_nowait(link)
 
@@ -117,19 +134,23 @@ class Pool:
     async def link(self) -> AsyncIterator[Link]:
         """Borrow a link."""
         try:
-            link = await asyncio.wait_for(self._free.get(), 15)
+            async with asyncio.timeout(15):
+                link = await self._free.get()
         except TimeoutError:
             raise Unavailable("all connections are busy") from None
         try:
             yield link
-        except asyncio.CancelledError:
-            link.drop()  # a statement may still be running on it
-            raise
         finally:
             self._free.put_nowait(link)
 
     async def fetch(self, query: str, *args: Any) -> list[Any]:
-        """Run one statement."""
+        """Run one statement, to its end though the caller be cancelled: cancelling one costs a connection."""
+        running = asyncio.create_task(self._fetch(query, *args))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return await asyncio.shield(running)
+
+    async def _fetch(self, query: str, *args: Any) -> list[Any]:
         async with self.link() as link:
             return await link.fetch(query, *args)
 
@@ -151,6 +172,7 @@ class Pool:
 
     async def close(self) -> None:
         """Disconnect all."""
+        await asyncio.gather(*self._running, return_exceptions=True)
         for link in self._links:
             await link.close()
 
@@ -183,14 +205,13 @@ async def migrate(dsn: str) -> None:
     try:
         await connection.fetch("select pg_advisory_lock($1)", MIGRATION_LOCK)
         await connection.execute(f"create schema if not exists {SCHEMA}")
-        await connection.execute(
-            "create table if not exists migration (id int primary key, name text, at timestamptz default now())"
-        )
+        await connection.execute(_QUERIES["migrations"])
         done = {row["id"] for row in await connection.fetch("select id from migration")}
         newest = int(steps[-1].name[:3])
         if done and max(done) > newest:
             raise QueueError(
-                f"the database's queue schema is at version {max(done)}, this program knows {newest}: upgrade settled"
+                f"the database's queue schema is at version {max(done)}, this program knows {newest}: "
+                "upgrade settled"
             )
         for step in steps:
             number = int(step.name[:3])

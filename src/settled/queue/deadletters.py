@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from settled.queue.ack import Settlement
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.queue.lanes import check_uuid
+from settled.queue.marks import Settlement
 from settled.queue.poll import parse_time
 from settled.queue.pop import Ask
 from settled.queue.segment import JSON, PRODUCER_KEY, TRACE_KEY, TYPE_KEY, new_base, uuid_text

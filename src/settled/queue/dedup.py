@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,17 @@ if TYPE_CHECKING:
 
 FRESH_LIMIT = 4096
 FEW = 12
-_WIRE = np.dtype([("length", ">i4"), ("value", ">i8")])
-_WIRE_HEADER = 20
+STORED = np.dtype("<u8")
 
 
 def fingerprint(tx: bytes) -> int:
-    """The 64-bit hash of a transaction id as Postgres stores it; 0 is kept for "has none"."""
-    value = xxhash.xxh3_64_intdigest(tx)
-    return (value - 2**64 if value >= 2**63 else value) or 1
+    """The 64-bit hash of a transaction id; 0 is kept for "has none"."""
+    return xxhash.xxh3_64_intdigest(tx) or 1
+
+
+def pack(hashes: Sequence[int]) -> bytes | None:
+    """Hashes as a segment stores them, or None if no message has one."""
+    return array("Q", hashes).tobytes() if any(hashes) else None
 
 
 class _Run:
@@ -30,7 +34,7 @@ class _Run:
 
     __slots__ = ("base", "keys", "seqs", "view")
 
-    def __init__(self, keys: NDArray[np.int64], seqs: NDArray[np.int64]) -> None:
+    def __init__(self, keys: NDArray[np.uint64], seqs: NDArray[np.int64]) -> None:
         order = np.argsort(keys, kind="stable")
         self.keys = keys[order]
         self.base = int(seqs.min())
@@ -49,7 +53,7 @@ class _Run:
             at += 1
         return found
 
-    def any_of(self, keys: NDArray[np.int64]) -> bool:
+    def any_of(self, keys: NDArray[np.uint64]) -> bool:
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return bool((self.keys[at] == keys).any())
 
@@ -82,11 +86,11 @@ class Remembered:
             self._pack()
 
     def load(self, segments: Iterable[tuple[int, bytes]], known: int) -> None:
-        """Take over a lane's stored hashes, as (first_seq, binary form of bigint[])."""
+        """Take over a lane's stored hashes, as (first_seq, hashes)."""
         self.forget()
         keys, seqs = [], []
         for first_seq, raw in segments:
-            values = np.frombuffer(raw, _WIRE, offset=_WIRE_HEADER)["value"].astype(np.int64)
+            values = np.frombuffer(raw, STORED)
             keys.append(values)
             seqs.append(np.arange(first_seq, first_seq + len(values), dtype=np.int64))
         if keys:
@@ -107,8 +111,8 @@ class Remembered:
                 found[key] = list(before) if isinstance(before, list) else [before]
         if self._runs:
             if len(hashes) > FEW:
-                array = np.array(hashes, dtype=np.int64)
-                runs = [run for run in self._runs if run.any_of(array)]
+                keys = np.array(hashes, dtype=np.uint64)
+                runs = [run for run in self._runs if run.any_of(keys)]
             else:
                 runs = self._runs
             for run in runs:
@@ -119,8 +123,8 @@ class Remembered:
 
     def _pack(self) -> None:
         pairs = [(k, s) for k, v in self._fresh.items() for s in (v if isinstance(v, list) else (v,))]
-        array = np.array(pairs, dtype=np.int64)
-        run = _Run(array[:, 0], array[:, 1])
+        keys, seqs = zip(*pairs, strict=True)
+        run = _Run(np.array(keys, dtype=np.uint64), np.array(seqs, dtype=np.int64))
         self._fresh = {}
         while self._runs and len(self._runs[-1].keys) < 2 * len(run.keys):
             run = self._runs.pop().merge(run)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 INSTALL = "pginstall18"
 DATABASE = USER = "settled"
 SOCKET_PATH_LIMIT = 90
+STOP_WITHIN = 60
 SETTINGS = {
     "listen_addresses": "",
     "unix_socket_permissions": "0700",
@@ -112,8 +113,15 @@ class EmbeddedPostgres:
 
     def shut_down(self, mode: str = "fast") -> None:
         """Stop the server processes whoever uses them."""
-        if self._pid() is not None:
-            self._run("pg_ctl", "-w", "-D", str(self.data), "-m", mode, "stop")
+        pid = self._pid()
+        if pid is None:
+            return
+        self._run("pg_ctl", "-W", "-D", str(self.data), "-m", mode, "stop")
+        deadline = time.monotonic() + STOP_WITHIN
+        while self._pid() == pid:  # another number means that somebody has started it again already
+            if time.monotonic() > deadline:
+                raise EmbeddedError(f"Postgres in {self.data} did not stop within {STOP_WITHIN} s")
+            time.sleep(0.01)
 
     def restart(self) -> None:
         """Stop and start the server processes; whoever is connected is cut off."""
@@ -228,7 +236,7 @@ class EmbeddedPostgres:
 
 
 def _home(directory: Path) -> Path:
-    """The directory itself; or, where root's own directories hide it from Postgres' account, one it can reach.
+    """The directory itself; or, where root's directories hide it from Postgres' account, one it can reach.
 
     Then a link in the directory shows where the data is.
     """

@@ -142,7 +142,7 @@ async def groups(core: Core, name: str | None, group: str | None) -> list[GroupL
 async def locate(core: Core, lane: Lane, transaction_id: str) -> tuple[Segment, int]:
     """The segment with a message, and the message's place in it; NotFound if it is gone."""
     raw = transaction_id.encode(errors="replace")
-    for row in await core.pool.fetch(sql("segment_by_hash"), lane.id, dedup.fingerprint(raw)):
+    for row in await core.pool.fetch(sql("segment_by_hash"), lane.id, dedup.pack([dedup.fingerprint(raw)])):
         segment = Segment(row["first_seq"], micros(row["created_at"]), row["body"])
         own = segment.own_tx() or []
         if raw in own:

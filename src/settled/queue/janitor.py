@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from settled.queue.activity import wait_for
 from settled.queue.db import sql
 from settled.queue.errors import Unavailable
 from settled.queue.pop import Ask
@@ -34,7 +35,9 @@ class Janitor:
     async def run(self) -> None:
         """Tidy up for ever."""
         while True:
-            await asyncio.sleep(EVERY)
+            await wait_for(self._core.stopping, EVERY)
+            if self._core.stopping.is_set():
+                return
             try:
                 await self.round()
             except Unavailable:
@@ -70,7 +73,7 @@ class Janitor:
                 "select * from trim_lanes($1, $2, $3)", after, STEP_LANES, STEP_SEGMENTS
             )
             removed += row["removed"]
-            if row["last_lane"] is None:
+            if row["last_lane"] is None or self._core.stopping.is_set():
                 return int(removed)
             after = row["last_lane"] if not row["removed"] else after
             await asyncio.sleep(0.001)

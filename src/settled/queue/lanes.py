@@ -16,7 +16,7 @@ from settled.queue.options import QueueOptions
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from settled.queue.push import Chunk
+    from settled.queue.batch import Chunk
 
 NAME_LIMIT = 255
 

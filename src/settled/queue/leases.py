@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LANE_BITS, GROUP_BITS = 40, 20
 REMEMBERED = 20_000
-REMEMBERED_MESSAGES = 1_000_000
+REMEMBERED_MESSAGES = 300_000
 
 
 def new_lease(lane_id: int, group_id: int, *, wide: bool) -> str:

@@ -6,9 +6,10 @@ import asyncio
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from settled.queue.activity import wait_for
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest
-from settled.queue.pop import Ask, check_request
+from settled.queue.pop import Ask
 from settled.queue.popped import Empty, Popped
 from settled.queue.types import QUEUE_MODE, PopRequest
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from settled.queue.ready import ReadySet, ReadySets
 
 LOOK_AGAIN = 1.0
+MAX_BATCH = 10_000
+MAX_PARTITIONS = 1_000
 _MODES = {None: "all", "": "all", "all": "all", "from_beginning": "all", "new": "new", "new-only": "new"}
 
 
@@ -42,6 +45,22 @@ def parse_start(request: PopRequest) -> tuple[str, datetime | None]:
     if request.subscription_from and request.subscription_from != "now":
         return "timestamp", parse_time("subscriptionFrom", request.subscription_from)
     return ("new" if request.subscription_from == "now" else _MODES[mode]), None
+
+
+def check_request(request: PopRequest) -> None:
+    """Refuse what can never work."""
+    if not 1 <= request.batch <= MAX_BATCH:
+        raise BadRequest("batch", request.batch, f"must be 1..{MAX_BATCH}")
+    if not 1 <= request.partitions <= MAX_PARTITIONS:
+        raise BadRequest("partitions", request.partitions, f"must be 1..{MAX_PARTITIONS}")
+    if not 0 <= request.wait <= 86_400:
+        raise BadRequest("wait", request.wait, "must be 0..86400 s")
+    if request.lease_seconds is not None and not 1 <= request.lease_seconds <= 86_400:
+        raise BadRequest("leaseSeconds", request.lease_seconds, "must be 1..86400 s")
+    if request.queue is None and request.namespace is None and request.task is None:
+        raise BadRequest("queue", None, "name a queue, a namespace or a task")
+    if request.partition is not None and request.queue is None:
+        raise BadRequest("partition", request.partition, "a partition needs its queue")
 
 
 class Poller:
@@ -76,7 +95,7 @@ class Poller:
         deadline = loop.time() + request.wait
         group_id = await self._registry.group(request.group)
         looked = False
-        while True:
+        while not self._popper.closing:
             news = self._registry.news
             ask = await self._ask(request, group_id, start)
             why: Empty = "partition_not_found" if request.partition is not None else "no_available_partition"
@@ -92,17 +111,18 @@ class Poller:
                 if ask is None or ask.lane is not None or any(ready.ready for ready in ask.sets):
                     continue
             left = deadline - loop.time()
-            if left <= 0 or self._popper.closing:
+            if left <= 0:
                 return Popped(
                     request.group, empty=why if not request.wait or why == "window_buffer" else "timeout"
                 )
             pause = min(left, LOOK_AGAIN)
             if ask is None:
-                await _wait_for(news, pause)
+                await wait_for(news, pause)
             else:
                 if ask.lane is not None and ask.until is not None:
                     pause = min(pause, max(0.001, ask.until - self._clock.now()))
                 await self._ready.wait(ask.sets, ask.lane, pause)
+        return Popped(request.group, empty="timeout")
 
     async def _ask(
         self, request: PopRequest, group_id: int, start: tuple[str, datetime | None]
@@ -140,10 +160,3 @@ class Poller:
         for ready in sets:
             if ready.ready:
                 ready.wake()
-
-
-async def _wait_for(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return

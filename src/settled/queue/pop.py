@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
+
 from settled.queue.db import Link, sql
-from settled.queue.errors import BadRequest, Unavailable
 from settled.queue.leases import Lease, new_lease
 from settled.queue.popped import Empty, Piece, Popped, PoppedLane
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import datetime
 
     from settled.queue.activity import Activity
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from settled.queue.types import PopRequest
 
 CLAIMERS = 2
-MAX_BATCH = 10_000
-MAX_PARTITIONS = 1_000
 CLAIM = "select * from claim($1, $2, $3, $4, $5, $6, $7, $8)"
 READ_AHEAD = 400
 
@@ -129,7 +128,9 @@ class Popper:
         activity: Activity,
         clock: Clock,
         pool: Pool,
+        abandoned: Callable[[Popped], None],
     ) -> None:
+        self._abandoned = abandoned
         self._pool = pool
         self._worker = worker
         self._registry = registry
@@ -146,8 +147,9 @@ class Popper:
         self.claims = 0
         self.messages = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin claiming."""
+        await asyncio.gather(*(link.get() for link in self._links))
         self._tasks = [asyncio.create_task(self._run(link)) for link in self._links]
 
     async def close(self) -> None:
@@ -155,6 +157,7 @@ class Popper:
         self._closing = True
         self._wake.set()
         self._ready.reset()
+        self._registry.announce()
         await asyncio.gather(*self._tasks)
         for link in self._links:
             await link.close()
@@ -167,7 +170,7 @@ class Popper:
     async def ask(self, ask: Ask) -> None:
         """Try once: `ask.popped` or `ask.why` and `ask.until` are set afterwards."""
         if self._closing:
-            raise Unavailable("the engine is closing")
+            return
         if ask.lane is None and not any(ready.ready for ready in ask.sets):
             return
         self._pending.append(ask)
@@ -186,13 +189,25 @@ class Popper:
                     return
                 self._wake.clear()
                 await self._wake.wait()
-            asks, self._pending = self._pending, []
+            asks, self._pending = [ask for ask in self._pending if not ask.future.done()], []
             try:
                 await self._flush(link, asks)
-            except Exception as error:  # the callers must hear of it, whatever it is
+            except asyncpg.PostgresError:
                 for ask in asks:
-                    if not ask.future.done():
-                        ask.future.set_exception(error)
+                    await self._try_alone(link, ask)
+            except Exception as error:  # the callers must hear of it, whatever it is
+                _fail(asks, error)
+            for ask in asks:
+                if ask.future.cancelled() and ask.popped is not None:
+                    self._abandoned(ask.popped)
+
+    async def _try_alone(self, link: Link, ask: Ask) -> None:
+        """What failed together may be one caller's fault only."""
+        try:
+            if not ask.future.done():
+                await self._flush(link, [ask])
+        except Exception as error:  # the caller must hear of it, whatever it is
+            _fail([ask], error)
 
     def _assign(self, asks: list[Ask]) -> list[Share]:
         """Give each ask the lanes that have waited longest; asks that settle at once may share one."""
@@ -340,6 +355,12 @@ class Popper:
         ask.popped.lanes.append(part)
 
 
+def _fail(asks: list[Ask], error: Exception) -> None:
+    for ask in asks:
+        if not ask.future.done():
+            ask.future.set_exception(error)
+
+
 _WHY: dict[str, Empty] = {"leased": "lease_held", "window": "window_buffer", "gone": "partition_not_found"}
 
 
@@ -362,19 +383,3 @@ def _split(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
         mine.append(piece)
         count -= len(piece.offsets)
     return mine, []
-
-
-def check_request(request: PopRequest) -> None:
-    """Refuse what can never work."""
-    if not 1 <= request.batch <= MAX_BATCH:
-        raise BadRequest("batch", request.batch, f"must be 1..{MAX_BATCH}")
-    if not 1 <= request.partitions <= MAX_PARTITIONS:
-        raise BadRequest("partitions", request.partitions, f"must be 1..{MAX_PARTITIONS}")
-    if not 0 <= request.wait <= 86_400:
-        raise BadRequest("wait", request.wait, "must be 0..86400 s")
-    if request.lease_seconds is not None and not 1 <= request.lease_seconds <= 86_400:
-        raise BadRequest("leaseSeconds", request.lease_seconds, "must be 1..86400 s")
-    if request.queue is None and request.namespace is None and request.task is None:
-        raise BadRequest("queue", None, "name a queue, a namespace or a task")
-    if request.partition is not None and request.queue is None:
-        raise BadRequest("partition", request.partition, "a partition needs its queue")

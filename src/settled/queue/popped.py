@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from settled.queue.segment import Segment
+from settled.queue.segment import JSON, Row, Segment
 
 Empty = Literal[
     "no_available_partition", "lease_held", "partition_not_found", "window_buffer", "timeout", "paused"
@@ -70,26 +70,26 @@ class Popped(msgspec.Struct):
         for lane in self.lanes:
             for piece in lane.pieces:
                 segment = piece.segment
+                ids, txs, first = segment.ids(), segment.txs(), segment.first_seq
+                at = datetime.fromtimestamp(segment.created_us / 1e6, UTC)
                 for offset in piece.offsets:
-                    seq = segment.first_seq + offset
-                    row = segment.row(offset)
-                    yield PoppedMessage(
-                        id=row.id,
-                        transaction_id=row.transaction_id,
-                        payload=row.payload,
-                        content_type=row.content_type,
-                        headers=row.headers,
-                        created_at=datetime.fromtimestamp(row.created_us / 1e6, UTC),
-                        queue=lane.queue,
-                        partition=lane.partition,
-                        partition_id=lane.partition_id,
-                        group=self.group,
-                        seq=seq,
-                        lease_id=self.lease_id,
-                        attempts=lane.attempts.get(seq, 0),
-                        trace_id=row.trace_id,
-                        producer=row.producer,
+                    seq = first + offset
+                    message = PoppedMessage(
+                        ids[offset],
+                        txs[offset],
+                        segment.payload(offset),
+                        JSON,
+                        {},
+                        at,
+                        lane.queue,
+                        lane.partition,
+                        lane.partition_id,
+                        self.group,
+                        seq,
+                        self.lease_id,
+                        lane.attempts.get(seq, 0) if lane.attempts else 0,
                     )
+                    yield message if segment.plain else _enriched(message, segment.row(offset))
 
     def json_messages(self) -> bytes:
         """All messages as the inside of a JSON array, payloads spliced in as they were pushed.
@@ -120,3 +120,15 @@ class Popped(msgspec.Struct):
                 else:
                     parts.extend([heads[offset] + plain for offset in piece.offsets])
         return b",".join(parts)
+
+
+def _enriched(message: PoppedMessage, row: Row) -> PoppedMessage:
+    """A message with what only some messages have."""
+    return msgspec.structs.replace(
+        message,
+        content_type=row.content_type,
+        headers=row.headers,
+        created_at=datetime.fromtimestamp(row.created_us / 1e6, UTC),
+        trace_id=row.trace_id,
+        producer=row.producer,
+    )

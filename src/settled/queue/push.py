@@ -1,20 +1,21 @@
-"""Appending: requests are coalesced, one call a flush and one segment a lane; duplicates are found in memory."""
+"""Appending: requests are coalesced into one call a flush; duplicates are found in memory."""
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from settled.queue import dedup, segment
+from settled.queue import dedup
+from settled.queue.batch import Batch, Chunk, Duplicate, Gone
 from settled.queue.cache import micros
 from settled.queue.db import Link, sql
-from settled.queue.errors import BadRequest, Unavailable
-from settled.queue.types import PushItem
+from settled.queue.errors import Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from settled.queue.cache import SegmentCache
     from settled.queue.lanes import Lane, Registry
@@ -22,149 +23,8 @@ if TYPE_CHECKING:
 FLUSHERS = 2
 LANE_LIMIT = 2000
 FLUSH_LIMIT = 20_000
-TX_LIMIT = 255
 ATTEMPTS = 20
-APPEND = "select * from append($1, $2, $3, $4, $5, $6, $7, $8, $9)"
-
-
-class Chunk:
-    """The items of one request for one lane; `results` are filled in and `done` is called once."""
-
-    __slots__ = ("done", "error", "hashes", "headers", "ids", "lane", "payloads", "results", "tx")
-
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.ids: list[bytes] | None = None  # only where messages got their ids before, as scheduled ones
-        self.tx: list[bytes] = []
-        self.payloads: list[bytes] = []
-        self.headers: list[bytes] = []
-        self.hashes: list[int] = []
-        self.results: list[tuple[str, bool]] = []  # message id, is a duplicate
-        self.error: Exception | None = None
-        self.done: Callable[[], None] = lambda: None
-
-    def rows(self) -> Iterator[tuple[bytes, int, bytes, bytes]]:
-        """Transaction id, its hash, payload and headers of each item."""
-        return zip(self.tx, self.hashes, self.payloads, self.headers, strict=True)
-
-    def add(self, item: PushItem) -> None:
-        """Take one item; a bad one is refused before anybody else's is touched."""
-        tx = item.transaction_id
-        if tx is None:
-            self.tx.append(b"")
-            self.hashes.append(0)
-        else:
-            raw = check_transaction_id(tx)
-            self.tx.append(raw)
-            self.hashes.append(dedup.fingerprint(raw))
-        payload = item.payload
-        self.payloads.append(payload if type(payload) is bytes else bytes(payload))
-        if item.headers or item.trace_id or item.producer or item.content_type != segment.JSON:
-            headers = dict(item.headers) if item.headers else None
-            self.headers.append(
-                segment.pack_headers(headers, item.content_type, item.trace_id, item.producer)
-            )
-        else:
-            self.headers.append(b"")
-
-
-def check_transaction_id(tx: object) -> bytes:
-    """A transaction id as UTF-8."""
-    if not isinstance(tx, str) or not 0 < len(tx) <= TX_LIMIT or "\0" in tx:
-        raise BadRequest("transactionId", tx, f"must be text of 1..{TX_LIMIT} characters without NUL")
-    try:
-        return tx.encode()
-    except UnicodeEncodeError:
-        raise BadRequest("transactionId", tx, "must be valid Unicode") from None
-
-
-class Batch:
-    """What one flush appends to one lane."""
-
-    __slots__ = (
-        "answered",
-        "base",
-        "body",
-        "chunks",
-        "hashes",
-        "headers",
-        "lane",
-        "payloads",
-        "places",
-        "tx",
-    )
-
-    def __init__(self, lane: Lane, chunks: list[Chunk]) -> None:
-        self.lane = lane
-        self.chunks = chunks
-        self.base = segment.new_base()
-        self.tx: list[bytes] = []
-        self.hashes: list[int] = []
-        self.payloads: list[bytes] = []
-        self.headers: list[bytes] = []
-        self.places: list[
-            list[int | str]
-        ] = []  # for each chunk's item: its place here, or the first message's id
-        self.body = b""
-        self.answered = False
-
-    def fill(self, duplicates: dict[bytes, str]) -> None:
-        """Lay out the chunks, leaving out what the lane has already and what comes twice."""
-        self.tx, self.hashes, self.payloads, self.headers, self.places = [], [], [], [], []
-        ids: list[bytes] | None = None
-        if len(self.chunks) == 1 and not duplicates and self.chunks[0].ids is None:
-            chunk = self.chunks[0]
-            if len(set(chunk.hashes)) == len(chunk.hashes) or not any(chunk.hashes):
-                self.tx, self.hashes, self.payloads = chunk.tx, chunk.hashes, chunk.payloads
-                self.headers = chunk.headers
-                self.places = [list(range(len(chunk.tx)))]
-                self.body = segment.encode(self.base, self.tx, self.payloads, self.headers)
-                return
-        seen: dict[bytes, int] = {}
-        for chunk in self.chunks:
-            places: list[int | str] = []
-            if chunk.ids is not None:
-                ids = []
-            for at, (tx, key, payload, headers) in enumerate(chunk.rows()):
-                if tx and tx in duplicates:
-                    places.append(duplicates[tx])
-                elif tx and tx in seen:
-                    places.append(~seen[tx])
-                else:
-                    if tx:
-                        seen[tx] = len(self.tx)
-                    places.append(len(self.tx))
-                    self.tx.append(tx)
-                    self.hashes.append(key)
-                    self.payloads.append(payload)
-                    self.headers.append(headers)
-                    if chunk.ids is not None and ids is not None:
-                        ids.append(chunk.ids[at])
-            self.places.append(places)
-        own = b"".join(ids) if ids is not None else None
-        self.body = segment.encode(self.base, self.tx, self.payloads, self.headers, own) if self.tx else b""
-
-    def finish(self) -> None:
-        """Tell each caller what became of its items."""
-        self.answered = True
-        ids = segment.id_texts(self.base, len(self.tx))
-        for chunk, places in zip(self.chunks, self.places, strict=True):
-            chunk.results = [
-                (place, True)
-                if isinstance(place, str)
-                else (ids[place], False)
-                if place >= 0
-                else (ids[~place], True)
-                for place in places
-            ]
-            chunk.done()
-
-    def fail(self, error: Exception) -> None:
-        """Tell each caller that nothing of it was appended, or that nobody knows."""
-        self.answered = True
-        for chunk in self.chunks:
-            chunk.error = error
-            chunk.done()
+APPEND = "select * from append($1, $2, $3, $4, $5, $6, $7)"
 
 
 class Pusher:
@@ -192,8 +52,9 @@ class Pusher:
         self.messages = 0
         self.duplicates = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin flushing."""
+        await asyncio.gather(*(link.get() for link in self._links))
         self._tasks = [asyncio.create_task(self._run(link)) for link in self._links]
 
     async def close(self) -> None:
@@ -211,6 +72,9 @@ class Pusher:
         if not chunks:
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if len(chunks) == 1:
+            await self._push_one(chunks[0], waiting)
+            return
         left = len(chunks)
 
         def done() -> None:
@@ -229,6 +93,17 @@ class Pusher:
         for chunk in chunks:
             if chunk.error is not None and not isinstance(chunk.error, Gone):
                 raise chunk.error
+
+    async def _push_one(self, chunk: Chunk, waiting: asyncio.Future[None]) -> None:
+        chunk.done = lambda: None if waiting.done() else waiting.set_result(None)
+        lane = chunk.lane
+        lane.pending.append(chunk)
+        if not lane.busy:
+            self._dirty[lane] = None
+        self._wake.set()
+        await waiting
+        if chunk.error is not None and not isinstance(chunk.error, Gone):
+            raise chunk.error
 
     async def exclusive(self, lanes: Iterable[Lane]) -> list[Lane]:
         """Keep lanes out of flushes until `free`; taken in one order, so callers cannot block each other."""
@@ -289,7 +164,7 @@ class Pusher:
         return batches
 
     async def _flush(self, link: Link, batches: list[Batch]) -> None:
-        """Append; if the database refuses a whole flush, each request is tried alone: only the bad one fails."""
+        """Append; if the database refuses a flush, each request is tried alone: only the bad one fails."""
         try:
             await self.append(link, batches)
         except asyncpg.PostgresError:
@@ -309,7 +184,7 @@ class Pusher:
     ) -> list[Batch]:
         """Append batches through `link`, trying again where another worker was quicker.
 
-        With `settle` the callers are told; without, the caller's transaction commits first, then calls `commit`.
+        With `settle` the callers are told; without, the caller commits first, then calls `commit`.
         With `refuse` a duplicate raises `Duplicate`.
         """
         everything: list[Batch] = []
@@ -348,23 +223,15 @@ class Pusher:
         batches = sorted((batch for batch in batches if batch.tx), key=lambda batch: batch.lane.id)
         if not batches:
             return []
-        hashes: list[int] = []
-        starts: list[int] = []
-        for batch in batches:
-            starts.append(len(hashes))
-            if any(batch.hashes):
-                hashes += batch.hashes
-        hashed = [b - a for a, b in zip(starts, [*starts[1:], len(hashes)], strict=True)]
+        hashes = [dedup.pack(batch.hashes) for batch in batches]
         rows = await link.fetch(
             APPEND,
             self._worker,
             [b.lane.queue.id for b in batches],
             [b.lane.id for b in batches],
-            [b.lane.remembered.known if n else None for b, n in zip(batches, hashed, strict=True)],
+            [b.lane.remembered.known if h else None for b, h in zip(batches, hashes, strict=True)],
             [len(b.tx) for b in batches],
             hashes,
-            starts,
-            hashed,
             [b.body for b in batches],
         )
         return self._take_over(batches, rows, done, settle)
@@ -389,7 +256,7 @@ class Pusher:
                     done.append(batch)
                 case "missed":
                     if row["hashes"]:
-                        remembered.add(first, row["hashes"])
+                        remembered.add(first, array("Q", row["hashes"]))
                     remembered.known = first + n
                 case "clash":
                     remembered.known = first
@@ -431,30 +298,15 @@ class Pusher:
         suspects = batch.lane.remembered.suspects(hashes) if any(hashes) else None
         if not suspects:
             return {}
+        # Retention may have removed what the cache and the hashes still know.
+        heads = await link.fetch(sql("lane_heads"), [batch.lane.id])
+        first = heads[0]["first_seq"] if heads else 0
         found: dict[bytes, str] = {}
         for chunk in batch.chunks:
             for tx, key in zip(chunk.tx, chunk.hashes, strict=True):
                 for seq in suspects.get(key, ()) if key else ():
-                    stored = await self._cache.message(link, batch.lane.id, seq)
+                    stored = await self._cache.message(link, batch.lane.id, seq) if seq >= first else None
                     if stored is not None and (own := stored.own_tx()) and own[seq - stored.first_seq] == tx:
                         found[tx] = stored.id(seq - stored.first_seq)
                         break
         return found
-
-
-class Duplicate(Exception):
-    """A transaction pushes an id that its partition has already."""
-
-    def __init__(self, lane: Lane, transaction_id: str, message_id: str) -> None:
-        super().__init__(
-            f"transactionId {transaction_id!r} is already in partition {lane.name!r} of {lane.queue.name!r}"
-        )
-        self.transaction_id = transaction_id
-        self.message_id = message_id
-
-
-class Gone(Exception):
-    """A lane was deleted since this worker last saw it."""
-
-    def __init__(self, queue: str, partition: str) -> None:
-        super().__init__(f"partition {partition!r} of {queue!r} was deleted")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from settled.queue.batch import Chunk, Gone
 from settled.queue.errors import BadRequest, Unavailable
-from settled.queue.push import ATTEMPTS, LANE_LIMIT, Chunk, Gone, Pusher
+from settled.queue.push import ATTEMPTS, LANE_LIMIT
 from settled.queue.schedule import MAX_DELAY, schedule
 from settled.queue.types import PushItem, PushResult
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from settled.queue.core import Core
-    from settled.queue.lanes import Registry
+    from settled.queue.lanes import Lane, Registry
+    from settled.queue.push import Pusher
 
 
 async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:
@@ -22,20 +24,30 @@ async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:
         raise Unavailable("pushes are switched off for maintenance", 5)
     if not items:
         return []
-    later = [item for item in items if item.delay_seconds]
-    unknown = {(i.queue, i.partition) for i in items if (i.queue, i.partition) not in core.registry.lanes}
+    lanes = core.registry.lanes
+    later = limited = False
+    unknown: set[tuple[str, str]] = set()
+    for item in items:
+        lane = lanes.get((item.queue, item.partition))
+        if lane is None:
+            unknown.add((item.queue, item.partition))
+        elif lane.queue.options.max_size:
+            limited = True
+        if item.delay_seconds:
+            later = True
     if unknown:
         await core.registry.make(unknown)
+        limited = True  # look closer: one of them may have a limit
+    if not later and not limited:
+        return await push_items(core.pusher, core.registry, items)
     counts = core.room.limited(items)
-    if counts:
-        await core.room.take(counts)
+    await core.room.take(counts)
     try:
         if not later:
             return await push_items(core.pusher, core.registry, items)
-        return await _push_mixed(core, items, later)
+        return await _push_mixed(core, items, [item for item in items if item.delay_seconds])
     finally:
-        if counts:
-            core.room.done(counts)
+        core.room.done(counts)
 
 
 async def _push_mixed(core: Core, items: Sequence[PushItem], later: list[PushItem]) -> list[PushResult]:
@@ -54,6 +66,8 @@ async def _push_chunks(pusher: Pusher, registry: Registry, chunks: list[Chunk]) 
     """Push chunks; those whose lane was deleted meanwhile go to a new lane of that name."""
     for _ in range(ATTEMPTS):
         await pusher.push(chunks)
+        if all(chunk.error is None for chunk in chunks):
+            return
         chunks = [chunk for chunk in chunks if isinstance(chunk.error, Gone)]
         if not chunks:
             return
@@ -65,37 +79,45 @@ async def _push_chunks(pusher: Pusher, registry: Registry, chunks: list[Chunk]) 
 
 
 async def push_items(pusher: Pusher, registry: Registry, items: Sequence[PushItem]) -> list[PushResult]:
-    """Push items that are due now, to lanes found or made, and answer in item order."""
+    """Push items that are due now, to lanes that are known, and answer in item order."""
+    if len(items) == 1:
+        chunk = Chunk(registry.lanes[(items[0].queue, items[0].partition)], items)
+        await _push_chunks(pusher, registry, [chunk])
+        ((first, twice),) = chunk.results
+        own, lane = items[0].transaction_id or first, chunk.lane
+        return [
+            PushResult(own, first, "duplicate" if twice else "queued", lane.queue.name, lane.name, lane.uid)
+        ]
     lanes = registry.lanes
-    unknown = {(i.queue, i.partition) for i in items if (i.queue, i.partition) not in lanes}
-    if unknown:
-        await registry.make(unknown)
     chunks: list[Chunk] = []
-    latest: dict[tuple[str, str], Chunk] = {}
-    places: list[Chunk] = []
-    for item in items:
-        key = (item.queue, item.partition)
-        chunk = latest.get(key)
-        if chunk is None or len(chunk.tx) >= LANE_LIMIT:
-            chunk = latest[key] = Chunk(lanes[key])
-            chunks.append(chunk)
-        chunk.add(item)
-        places.append(chunk)
+    runs: list[tuple[Chunk, int]] = []  # neighbours of one lane stay together
+    start, total = 0, len(items)
+    latest: dict[Lane, Chunk] = {}
+    while start < total:
+        queue, partition = items[start].queue, items[start].partition
+        stop = start + 1
+        while stop < total and items[stop].partition == partition and items[stop].queue == queue:
+            stop += 1
+        lane = lanes[(queue, partition)]
+        while start < stop:
+            open_chunk = latest.get(lane)
+            if open_chunk is None or len(open_chunk.tx) >= LANE_LIMIT:
+                open_chunk = latest[lane] = Chunk(lane)
+                chunks.append(open_chunk)
+            count = min(stop - start, LANE_LIMIT - len(open_chunk.tx))
+            open_chunk.extend(items[start : start + count] if count < total else items)
+            runs.append((open_chunk, count))
+            start += count
     await _push_chunks(pusher, registry, chunks)
-    taken = dict.fromkeys(chunks, 0)
-    results = []
-    for item, chunk in zip(items, places, strict=True):
-        at = taken[chunk]
-        taken[chunk] = at + 1
-        message_id, duplicate = chunk.results[at]
-        results.append(
-            PushResult(
-                item.transaction_id or message_id,
-                message_id,
-                "duplicate" if duplicate else "queued",
-                item.queue,
-                item.partition,
-                chunk.lane.uid,
-            )
-        )
+    answers = {chunk: iter(chunk.results) for chunk in chunks}
+    results: list[PushResult] = []
+    at = iter(items)
+    for chunk, count in runs:
+        lane, answer = chunk.lane, answers[chunk]
+        queue, partition, uid = lane.queue.name, lane.name, lane.uid
+        for _ in range(count):
+            message_id, duplicate = next(answer)
+            tx = next(at).transaction_id or message_id
+            status: Literal["queued", "duplicate"] = "duplicate" if duplicate else "queued"
+            results.append(PushResult(tx, message_id, status, queue, partition, uid))
     return results

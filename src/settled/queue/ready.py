@@ -1,4 +1,4 @@
-"""Which lanes have something for a group: an ordered set a (queue, group), so that a pop looks at no other."""
+"""Which lanes have something for a group, in order, so that a pop looks at no other."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ IDLE_AFTER = 300.0
 class ReadySet:
     """Lanes of one queue that may have messages for one group, the longest waiting first.
 
-    `ready` guesses how many messages a lane has. `held` are lanes that cannot give any before a time (leased, or
-    waiting for a retry); until then their `news` are kept back. `asked` are lanes a claim is under way for: news
-    that come meanwhile must not be lost when its answer is "nothing".
+    `ready` guesses how many messages a lane has. `held` are lanes that cannot give any before a time (leased,
+    or waiting for a retry); until then their `news` are kept back. `asked` are lanes with a claim under way:
+    news that come meanwhile must not be lost when its answer is "nothing".
     """
 
     def __init__(self, queue_id: int, group_id: int) -> None:
@@ -34,6 +34,7 @@ class ReadySet:
         self.news: set[int] = set()
         self.asked: dict[int, bool] = {}
         self.timers: list[tuple[float, int]] = []
+        self.timed: dict[int, float] = {}
         self.waiters: deque[asyncio.Future[None]] = deque()
         self.loaded: asyncio.Future[None] | None = None
         self.used = 0.0
@@ -70,14 +71,21 @@ class ReadySet:
         self.wake_at(lane_id, until)
 
     def wake_at(self, lane_id: int, when: float) -> None:
-        """Look at the lane again at that time."""
-        heapq.heappush(self.timers, (when, lane_id))
+        """Look at the lane again then, or before; a lane has one timer, however often it is leased."""
+        if self.timed.get(lane_id, when + 1) > when:
+            self.timed[lane_id] = when
+            heapq.heappush(self.timers, (when, lane_id))
 
     def due(self, now: float) -> float | None:
         """Bring back lanes whose time has come; answers when the next one is due."""
         while self.timers and self.timers[0][0] <= now:
-            _, lane_id = heapq.heappop(self.timers)
-            if self.held.get(lane_id, 0) <= now:
+            when, lane_id = heapq.heappop(self.timers)
+            if self.timed.get(lane_id) != when:
+                continue
+            del self.timed[lane_id]
+            if self.held.get(lane_id, 0) > now:
+                self.wake_at(lane_id, self.held[lane_id])
+            else:
                 self.held.pop(lane_id, None)
                 self.news.discard(lane_id)
                 self.add(lane_id)

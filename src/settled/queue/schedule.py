@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from settled.queue import dedup, segment
+from settled.queue.activity import wait_for
+from settled.queue.batch import Batch, Chunk, Gone
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest, Unavailable
-from settled.queue.push import Batch, Chunk, Gone
 from settled.queue.types import PushResult
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ async def schedule(core: Core, connection: Any, items: Sequence[PushItem]) -> li
         if not 0 < item.delay_seconds <= MAX_DELAY:
             raise BadRequest("delaySeconds", item.delay_seconds, "must be 0 s to a year")
         lane = core.registry.lanes[(item.queue, item.partition)]
-        chunk = Chunk(lane)
-        chunk.add(item)
+        chunk = Chunk(lane, [item])
         message_id = segment.uuid_text(segment.new_base())
         tx, status = item.transaction_id, "queued"
         known = await core.pusher.known(connection, chunk) if tx else {}
@@ -67,21 +67,19 @@ class Scheduler:
 
     async def run(self) -> None:
         """Move what is due, for ever."""
-        while True:
+        while not self._core.stopping.is_set():
             self._soon.clear()
             pause = LOOK_EVERY
             try:
-                while await self.move() == MOVE:
+                while await self.move() == MOVE and not self._core.stopping.is_set():
                     pass
                 due = await self._core.pool.fetchval(sql("scheduled_next"))
                 if due is not None:
                     pause = min(pause, max(0.001, due - self._core.clock.now()))
             except Unavailable:
                 pause = LOOK_EVERY
-            try:
-                await asyncio.wait_for(self._soon.wait(), pause)
-            except TimeoutError:
-                continue
+            if not self._core.stopping.is_set():
+                await wait_for(self._soon, pause)
 
     async def move(self) -> int:
         """Append what is due now, in one transaction with its removal here; answers how many."""

@@ -27,6 +27,7 @@ _single = struct.Struct("<BBHI")
 _columns = struct.Struct("<BBI")
 _compressor = zstandard.ZstdCompressor(level=1, write_content_size=True)
 _decompressor = zstandard.ZstdDecompressor()
+_random = (block[i : i + 6] for block in iter(lambda: os.urandom(6000), b"") for i in range(0, 6000, 6))
 _needs_escape = re.compile(rb'["\\\x00-\x1f]')
 _encode = msgspec.json.encode
 _decode = msgspec.json.decode
@@ -50,7 +51,7 @@ class Row(NamedTuple):
 
 def new_base() -> bytes:
     """A UUIDv7 whose last four bytes are zero: message i of a segment has this id plus i."""
-    random = bytearray(os.urandom(6))
+    random = bytearray(next(_random))
     random[0] = 0x70 | random[0] & 0x0F
     random[2] = 0x80 | random[2] & 0x3F
     return int(time.time() * 1000).to_bytes(6, "big") + bytes(random) + b"\0\0\0\0"
@@ -197,6 +198,11 @@ class Segment:
         self.size = len(body)
 
     @property
+    def plain(self) -> bool:
+        """Whether all messages are JSON without headers, appended at the same time."""
+        return self._headers is None and self._times is None
+
+    @property
     def end_seq(self) -> int:
         """The sequence number after the last message."""
         return self.first_seq + self.n
@@ -263,8 +269,7 @@ class Segment:
     def json_heads(self) -> list[bytes]:
         """Each message as an unclosed JSON object, without what depends on the reader; made once and kept."""
         if self._heads is None:
-            plain = self._headers is None and self._times is None
-            self._heads = self._plain_heads() if plain else [self._rich_head(i) for i in range(self.n)]
+            self._heads = self._plain_heads() if self.plain else [self._rich_head(i) for i in range(self.n)]
         return self._heads
 
     def _plain_heads(self) -> list[bytes]:

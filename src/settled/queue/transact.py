@@ -7,12 +7,12 @@ from uuid import UUID
 
 import asyncpg
 
-from settled.queue.ack import Settlement
+from settled.queue.batch import Batch, Chunk, Duplicate, Gone
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest, Conflict, NotFound, Unavailable
 from settled.queue.lanes import check_uuid
 from settled.queue.leases import read_lease
-from settled.queue.push import Batch, Chunk, Duplicate, Gone
+from settled.queue.marks import Settlement
 from settled.queue.schedule import schedule
 from settled.queue.types import (
     AckItem,
@@ -64,7 +64,7 @@ class _Pushes:
                 continue
             lane = lanes[(item.queue, item.partition)]
             chunk = self._chunks.setdefault(lane, Chunk(lane))
-            chunk.add(item)
+            chunk.extend([item])
             self._places.append(chunk)
         return list(self._chunks)
 
@@ -269,7 +269,9 @@ def _check_cycle(settlement: Settlement) -> None:
     """The named message, the last one, must be settled now; those before it may have been already."""
     for mark in settlement.marks:
         result = mark.result
-        if result is None or (not result.success and (result.message != "not_found" or mark is settlement.marks[-1])):
+        if result is None or (
+            not result.success and (result.message != "not_found" or mark is settlement.marks[-1])
+        ):
             raise Conflict(result.error or result.message if result is not None else "not settled")
 
 

@@ -175,7 +175,7 @@ def data_of(payload: bytes | None, content_type: str) -> dict[str, Any]:
 
 
 def dead_letter(letter: DeadLetter) -> dict[str, Any]:
-    """One dead letter: the documented names, and those of the peer beside them."""
+    """One dead letter: the documented names, and those of Queen MQ beside them."""
     return {
         "id": letter.id,
         "messageId": letter.message_id,

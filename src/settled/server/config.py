@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import msgspec
-from platformdirs import user_data_path
 
 HOST = "127.0.0.1"
 PORT = 6632
@@ -39,4 +38,6 @@ def data_directory(given: str | os.PathLike[str] | None) -> Path:
         return Path(chosen).expanduser().resolve()
     if os.name == "posix" and os.geteuid() == 0:
         return Path("/var/lib/settled")
+    from platformdirs import user_data_path
+
     return user_data_path("settled", appauthor=False)

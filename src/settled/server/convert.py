@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from settled.queue.types import QUEUE_MODE, AckItem, AckOp, PushItem, PushOp
 
 from .exchange import bad
-from .parse import ERROR_LIMIT, name, uuid_of
+from .parse import ERROR_LIMIT, NAME_LIMIT, name, uuid_of
 
 if TYPE_CHECKING:
     from . import bodies
@@ -19,6 +19,7 @@ ITEMS_LIMIT = 10_000
 HEADERS_LIMIT = 64
 HEADER_VALUE_LIMIT = 8192
 DELAY_LIMIT = 366 * 86_400
+UUID_SIZE = 36
 NULL = b"null"
 
 
@@ -121,7 +122,23 @@ def ack_items(body: bodies.AckBatchBody) -> list[AckItem]:
     acks = body.acknowledgments
     if len(acks) > ITEMS_LIMIT:
         raise bad("acknowledgments", f"must have at most {ITEMS_LIMIT} elements, got {len(acks)}")
-    return [ack_item(ack, f"acknowledgments[{i}].", body.consumer_group) for i, ack in enumerate(acks)]
+    group = name(body.consumer_group, "consumerGroup") if body.consumer_group else QUEUE_MODE
+    items: list[AckItem] = []
+    seen = canonical = ""
+    for i, ack in enumerate(acks):
+        transaction_id, lease_id = ack.transaction_id, ack.lease_id
+        plain = ack.error is None and ack.consumer_group is None and ack.delay_seconds is None
+        # The usual ack of a batch, without a call or a formatted field name for each.
+        if plain and lease_id and len(lease_id) == UUID_SIZE and 0 < len(transaction_id) <= NAME_LIMIT:
+            if ack.partition_id != seen:
+                seen = ack.partition_id
+                canonical = partition_id(seen, f"acknowledgments[{i}].partitionId")
+            if "\x00" not in transaction_id:
+                status = ack.status or "completed"
+                items.append(AckItem(transaction_id, canonical, status, lease_id, None, None, group))
+                continue
+        items.append(ack_item(ack, f"acknowledgments[{i}].", body.consumer_group))
+    return items
 
 
 def operations(body: bodies.TransactionBody) -> list[PushOp | AckOp]:

@@ -91,6 +91,12 @@ class Inspection:
         )
         return ok({"messages": [answers.message(view) for view in views], "mode": answers.mode(views)})
 
+    async def of_queue(self, request: Request) -> Answer:
+        """GET /api/v1/status/queues/{queue}/messages."""
+        limit, offset = _paging(request, 100)
+        views = await self._engine.messages(queue=request.segments[0], limit=limit, offset=offset)
+        return ok({"messages": [answers.message(view) for view in views]})
+
     async def one(self, request: Request) -> Answer:
         """GET /api/v1/messages/{partitionId}/{transactionId}."""
         return ok(answers.message_detail(await self._engine.message(*_address(request))))

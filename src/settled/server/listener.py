@@ -31,7 +31,7 @@ class Listener:
 
     @property
     def connections(self) -> int:
-        """How many peers are connected."""
+        """How many clients are connected."""
         return len(self._shared.connections)
 
     async def start(self, sock: socket.socket) -> None:

@@ -95,8 +95,15 @@ class Messages:
         )
 
     async def _pop(self, request: Request, wanted: PopRequest) -> Answer:
-        if not wanted.wait or self._stopping:
-            return Answer(200, answers.popped(await self._engine.pop(wanted), wanted))
+        if wanted.wait and not self._stopping:
+            result = await self._wait(request, wanted)
+        else:
+            result = await self._engine.pop(wanted)
+        if request.gone and result.lease_id:
+            await self._give_back(result)
+        return Answer(200, answers.popped(result, wanted))
+
+    async def _wait(self, request: Request, wanted: PopRequest) -> Popped:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a handler always runs in a task
         self._polls.add(task)
@@ -110,13 +117,12 @@ class Messages:
             if not self._told_to_stop(request):
                 raise
             task.uncancel()
-            return Answer(200, answers.popped(_nothing(wanted), wanted))
+            return Popped(group=wanted.group, empty="timeout")
+        else:
+            return result
         finally:
             request.cancellable = False
             self._polls.discard(task)
-        if request.gone and result.lease_id:
-            await self._give_back(result)
-        return Answer(200, answers.popped(result, wanted))
 
     def _told_to_stop(self, request: Request) -> bool:
         return self._stopping and not request.gone
@@ -202,7 +208,3 @@ def _operation(index: int, kind: str, result: PushResult | AckResult) -> dict[st
         "partitionId": result.partition_id,
         "queueName": result.queue,
     }
-
-
-def _nothing(wanted: PopRequest) -> Popped:
-    return Popped(group=wanted.group, empty="timeout")

@@ -39,6 +39,7 @@ class Counters:
 class Snapshot(msgspec.Struct):
     """One process's figures at one moment."""
 
+    pid: int
     at: float
     requests: list[tuple[str, str, int, int]]
     seconds: list[tuple[str, str, float]]
@@ -53,6 +54,7 @@ _snapshot = msgspec.json.Decoder(Snapshot)
 def snapshot(counters: Counters, engine: dict[str, float], connections: int) -> Snapshot:
     """This process's figures now."""
     return Snapshot(
+        os.getpid(),
         time.time(),
         [(*key, count) for key, count in counters.requests.items()],
         [(*key, spent) for key, spent in counters.seconds.items()],

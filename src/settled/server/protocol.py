@@ -67,7 +67,7 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._resume: asyncio.Future[None] | None = None
         self._closing = False
-        # Since when the peer owes us bytes of a request it began (0: it owes nothing).
+        # Since when the client owes us bytes of a request it began (0: it owes nothing).
         self.started = 0.0
         self.idle_since = self._loop.time()
         self._reset()
@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
         self._shared.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the peer, and end its long poll if it was in one."""
+        """Forget the client, and end its long poll if it was in one."""
         self._shared.connections.discard(self)
         self._transport = None
         self._waiting.clear()
@@ -102,11 +102,11 @@ class Connection(asyncio.Protocol):
         self.resume_writing()
 
     def pause_writing(self) -> None:
-        """The peer reads slower than we write: hold the next answer."""
+        """The client reads slower than we write: hold the next answer."""
         self._resume = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        """The peer caught up."""
+        """The client caught up."""
         if self._resume is not None and not self._resume.done():
             self._resume.set_result(None)
         self._resume = None
@@ -240,7 +240,7 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
             return
         self._write(error.answer(), head_only=False, keep_alive=False)
-        # A peer that is still sending would lose the answer to a reset: let it finish, unread.
+        # A client that is still sending would lose the answer to a reset: let it finish, unread.
         self._transport.write_eof()
         self._loop.call_later(LINGER, self.close)
 
@@ -250,7 +250,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def overdue(self, now: float, request_timeout: float, idle_timeout: float) -> bool:
-        """Whether the peer is too slow to finish a request, or has been silent for too long."""
+        """Whether the client is too slow to finish a request, or has been silent for too long."""
         if self.started:
             return now - self.started > request_timeout
         return not self.busy and now - self.idle_since > idle_timeout

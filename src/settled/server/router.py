@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     Endpoint = Callable[[Request], Awaitable[Answer]]
 
 SEGMENT_LIMIT = 1024
+POPS = b"/api/v1/pop"
 
 
 class Route(NamedTuple):
@@ -64,7 +65,9 @@ class Router:
 
     def find(self, request: Request) -> Route:
         """The route of this request, with its `segments` set; 404, 405 or 400 otherwise."""
-        method = "GET" if request.method == "HEAD" else request.method
+        # A pop hands out messages, so it must not be answered to somebody who does not read the body.
+        headed = request.method == "HEAD" and not request.path.startswith(POPS)
+        method = "GET" if headed else request.method
         route = self._fixed.get((method, request.path))
         if route is not None:
             return route

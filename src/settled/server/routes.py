@@ -25,7 +25,7 @@ _POP = (
     P("timeout", "integer", "How long to wait, in milliseconds.", 0, 3_600_000),
     P("consumerGroup", "string", "Consume as this group; without one, consumers share the queue."),
     P("autoAck", "boolean", "Acknowledge on delivery: at most once."),
-    P("partitions", "integer", "Take from up to this many partitions.", 1, 10_000),
+    P("partitions", "integer", "Take from up to this many partitions.", 1, 1000),
     P("leaseSeconds", "integer", "How long the lease lasts, instead of the queue's leaseTime.", 0, 86_400),
     P(
         "subscriptionMode",
@@ -168,6 +168,13 @@ def routes(engine: Engine, m: Messages, sys: System, openapi: Endpoint) -> list[
         Route("GET", "/api/v1/status", sys.status, "Figures for a dashboard.", None, (_QUEUE, *_SPACE)),
         Route("GET", "/api/v1/status/queues", sys.queues, "All queues in figures."),
         Route("GET", "/api/v1/status/queues/{queue}", sys.queue, "One queue in figures."),
+        Route(
+            "GET", "/api/v1/status/queues/{queue}/messages", i.of_queue, "A queue's messages.", None, _PAGE
+        ),
+        Route(
+            "GET", "/api/v1/status/analytics", sys.status, "Figures for a dashboard.", None, (_QUEUE, *_SPACE)
+        ),
+        Route("GET", "/api/v1/status/buffers", sys.buffers, "Pushes held back: none, ever."),
         Route("GET", "/api/v1/analytics/system-metrics", sys.figures, "Processes in figures."),
         Route("GET", "/api/v1/analytics/worker-metrics", sys.figures, "Processes in figures."),
         Route("GET", "/health", sys.health, "Whether the server and its database work."),

@@ -123,6 +123,10 @@ class System:
         groups = await self._engine.groups(queue=request.segments[0])
         return ok({**detail, "queue": request.segments[0], "groups": [answers.group(row) for row in groups]})
 
+    async def buffers(self, request: Request) -> Answer:
+        """GET /api/v1/status/buffers: a push is on disk or refused, so nothing is held back."""
+        return ok({"buffers": [], "pending": 0, "failed": 0})
+
     async def figures(self, request: Request) -> Answer:
         """GET /api/v1/analytics/system-metrics and .../worker-metrics."""
         every = self._board.gather(self.snapshot())

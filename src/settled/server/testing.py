@@ -84,7 +84,7 @@ def running_server(
 def _read(lines: IO[str], server: RunningServer, found: threading.Event) -> None:
     for line in lines:
         server.output.append(line)
-        match = LISTENING.search(line)
-        if match and not found.is_set():
+        if match := LISTENING.search(line):
             server.url = match[1]
+        elif server.url and line.startswith("data in"):
             found.set()

@@ -36,6 +36,7 @@ async def work(config: Config, sock: socket.socket, ready: Callable[[], object],
         app = App(engine, board, lambda: listener.connections)
         listener = Listener(app, body_limit=config.body_limit)
         await listener.start(sock)
+        board.write(app.system.snapshot())
         reporter = asyncio.create_task(_report(app, board))
         _calm_collector()
         ready()
@@ -50,8 +51,8 @@ async def work(config: Config, sock: socket.socket, ready: Callable[[], object],
 
 async def _report(app: App, board: Board) -> None:
     while True:
-        board.write(app.system.snapshot())
         await asyncio.sleep(1.0)
+        board.write(app.system.snapshot())
 
 
 def _calm_collector() -> None:

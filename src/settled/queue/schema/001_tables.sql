@@ -32,13 +32,13 @@ create table lane (
 ) with (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.1);
 
 -- One row holds whatever arrived for a lane in the same few milliseconds; `body` is described in segment.py.
--- hashes: xxh3-64 of each client-supplied transaction id (0: none), null if no message has one.
+-- hashes: xxh3-64 of each client-supplied transaction id, 8 bytes each (0: none), null if no message has one.
 create table segment (
     lane_id bigint not null,
     first_seq bigint not null,
     n int not null,
     created_at timestamptz not null,
-    hashes bigint[],
+    hashes bytea,
     body bytea not null,
     primary key (lane_id, first_seq)
 ) with (autovacuum_vacuum_insert_scale_factor = 0.5);

@@ -1,3 +1,10 @@
+-- The hashes in a segment, one by one.
+create function hash_list(p_hashes bytea) returns setof bytea
+language sql immutable as $$
+    select h from generate_series(1, length(p_hashes), 8) i, substring(p_hashes from i for 8) h
+     where h <> '\x0000000000000000'
+$$;
+
 -- Append one segment to each of several lanes, in one transaction, and leave one row of activity.
 --
 -- p_lane is sorted. p_known is the next_seq the caller last saw of each lane (null: it pushes no ids of clients there,
@@ -5,9 +12,8 @@
 -- refused as `clash` if one of their hashes is among the new ones: the caller then looks closer and tries again.
 -- These are separate statements on purpose: each takes a fresh snapshot after the locks were got.
 create function append(
-    p_worker text, p_queue bigint[], p_lane bigint[], p_known bigint[], p_n int[],
-    p_hash bigint[], p_from int[], p_hashed int[], p_body bytea[]
-) returns table (lane_id bigint, status text, first_seq bigint, n int, created_at timestamptz, hashes bigint[])
+    p_worker text, p_queue bigint[], p_lane bigint[], p_known bigint[], p_n int[], p_hashes bytea[], p_body bytea[]
+) returns table (lane_id bigint, status text, first_seq bigint, n int, created_at timestamptz, hashes bytea)
 language plpgsql as $$
 #variable_conflict use_column
 declare
@@ -27,12 +33,12 @@ begin
     for i in 1 .. cardinality(p_lane) loop
         if v_next[i] is null then
             v_ok[i] := false;
-            return query select p_lane[i], 'gone', null::bigint, null::int, null::timestamptz, null::bigint[];
+            return query select p_lane[i], 'gone', null::bigint, null::int, null::timestamptz, null::bytea;
         elsif p_known[i] <> v_next[i] then
             v_missed := true;
-            if exists (select from segment s, unnest(s.hashes) h
-                        where s.lane_id = p_lane[i] and s.first_seq >= p_known[i] and h <> 0
-                          and h = any (p_hash[p_from[i] + 1 : p_from[i] + p_hashed[i]])) then
+            if exists (select h from segment s, hash_list(s.hashes) h
+                        where s.lane_id = p_lane[i] and s.first_seq >= p_known[i]
+                       intersect select h from hash_list(p_hashes[i]) h) then
                 v_ok[i] := false;
                 v_all := false;
             end if;
@@ -50,9 +56,8 @@ begin
 
     v_now := greatest(clock_timestamp(), v_newest);
     insert into segment (lane_id, first_seq, n, created_at, hashes, body)
-    select u.lane, u.next, u.n, v_now,
-           case when u.hashed > 0 then p_hash[u.start + 1 : u.start + u.hashed] end, u.body
-      from unnest(p_lane, v_next, p_n, p_from, p_hashed, p_body, v_ok) u (lane, next, n, start, hashed, body, ok)
+    select u.lane, u.next, u.n, v_now, u.hashes, u.body
+      from unnest(p_lane, v_next, p_n, p_hashes, p_body, v_ok) u (lane, next, n, hashes, body, ok)
      where u.ok;
     update lane l set next_seq = u.next + u.n, newest_at = v_now
       from unnest(p_lane, v_next, p_n, v_ok) u (lane, next, n, ok)
@@ -65,7 +70,7 @@ begin
           from unnest(p_queue, p_lane, v_ok) u (queue, lane, ok) where u.ok having count(*) > 0;
     end if;
     return query
-        select u.lane, case when u.ok then 'ok' else 'clash' end, u.next, u.n, v_now, null::bigint[]
+        select u.lane, case when u.ok then 'ok' else 'clash' end, u.next, u.n, v_now, null::bytea
           from unnest(p_lane, v_next, p_n, v_ok) u (lane, next, n, ok)
          where u.next is not null;
 end

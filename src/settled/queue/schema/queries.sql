@@ -19,10 +19,10 @@ select id as lane_id, uid as lane_uid, name as partition, queue_id from lane whe
 select id as lane_id, uid as lane_uid, name as partition, queue_id from lane where id = any ($1::bigint[])
 
 -- name: lane_heads
-select id, next_seq from lane where id = any ($1::bigint[])
+select id, next_seq, first_seq from lane where id = any ($1::bigint[])
 
 -- name: lane_hashes
-select s.lane_id, s.first_seq, array_send(s.hashes) as hashes
+select s.lane_id, s.first_seq, s.hashes
   from unnest($1::bigint[], $2::float8[]) r (lane, seconds)
   join segment s on s.lane_id = r.lane
  where s.hashes is not null and s.created_at > clock_timestamp() - make_interval(secs => r.seconds)
@@ -204,15 +204,15 @@ select l.uid, l.name, l.created_at, l.newest_at, l.next_seq - l.first_seq as tot
 
 -- name: lane_lags
 select g.name as grp, q.name as queue, l.name as partition, l.uid,
-       l.next_seq - greatest(l.first_seq, coalesce(c.base, l.first_seq)) - bit_count(coalesce(c.done, b''))
+       l.next_seq - greatest(l.first_seq, coalesce(c.base, start.seq)) - bit_count(coalesce(c.done, b''))
            + (select count(*) from exception e where e.lane_id = l.id and e.group_id = g.id and e.parked) as lag,
        coalesce(c.consumed, 0) as consumed,
        case when c.lease_until > clock_timestamp() then c.lease end as lease,
        case when c.lease_until > clock_timestamp() then c.lease_until end as lease_until,
        c.last_at,
-       case when l.next_seq > greatest(l.first_seq, coalesce(c.cursor, l.first_seq)) then
+       case when l.next_seq > greatest(l.first_seq, coalesce(c.cursor, start.seq)) then
            (select s.created_at from segment s
-             where s.lane_id = l.id and s.first_seq <= greatest(l.first_seq, coalesce(c.cursor, l.first_seq))
+             where s.lane_id = l.id and s.first_seq <= greatest(l.first_seq, coalesce(c.cursor, start.seq))
              order by s.first_seq desc limit 1) end as oldest_at,
        u.mode, u.starts_at, u.created_at as subscribed_at
   from (select distinct c.group_id, l.queue_id from consumer c join lane l on l.id = c.lane_id
@@ -222,8 +222,9 @@ select g.name as grp, q.name as queue, l.name as partition, l.uid,
   join lane l on l.queue_id = pair.queue_id
   left join consumer c on c.lane_id = l.id and c.group_id = pair.group_id
   left join subscription u on u.group_id = pair.group_id and u.queue_id = pair.queue_id
+  cross join lateral (select case when u.starts_at is null or l.newest_at > u.starts_at then l.first_seq
+                                  else l.next_seq end as seq) start
  where ($1::text is null or q.name = $1) and ($2::text is null or g.name = $2)
-   and (c.lane_id is not null or u.starts_at is null or l.newest_at > u.starts_at)
  order by g.name, q.name, l.name
 
 -- name: lane_groups
@@ -244,7 +245,7 @@ select s.first_seq, s.n, s.created_at, s.body from segment s
 
 -- name: segment_by_hash
 select s.first_seq, s.created_at, s.body from segment s
- where s.lane_id = $1 and s.hashes is not null and $2::bigint = any (s.hashes) order by s.first_seq desc
+ where s.lane_id = $1 and s.hashes is not null and position($2::bytea in s.hashes) > 0 order by s.first_seq desc
 
 -- name: newest_segments
 select s.lane_id, s.first_seq, s.n, s.created_at, s.body, q.name as queue, q.namespace, q.task, l.name as partition, l.uid
@@ -331,3 +332,10 @@ insert into switch (name, enabled) values ($1, $2) on conflict (name) do update 
 -- name: subscription_move
 update subscription set mode = 'timestamp', starts_at = $3
  where group_id = $1 and ($2::bigint is null or queue_id = $2) returning queue_id
+
+-- name: migrations
+create table if not exists migration (
+    id int primary key,
+    name text not null,
+    at timestamptz not null default clock_timestamp()
+)

@@ -1,0 +1,181 @@
+"""What one request and one flush bring to a lane, laid out for a segment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from settled.queue import dedup, segment
+from settled.queue.errors import BadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from settled.queue.lanes import Lane
+    from settled.queue.types import PushItem
+
+TX_LIMIT = 255
+
+
+class Duplicate(Exception):
+    """A transaction pushes an id that its partition has already."""
+
+    def __init__(self, lane: Lane, transaction_id: str, message_id: str) -> None:
+        super().__init__(
+            f"transactionId {transaction_id!r} is already in partition {lane.name!r} of {lane.queue.name!r}"
+        )
+        self.transaction_id = transaction_id
+        self.message_id = message_id
+
+
+class Gone(Exception):
+    """A lane was deleted since this worker last saw it."""
+
+    def __init__(self, queue: str, partition: str) -> None:
+        super().__init__(f"partition {partition!r} of {queue!r} was deleted")
+
+
+def _nobody() -> None:
+    """Nobody waits for this chunk."""
+
+
+class Chunk:
+    """The items of one request for one lane; `results` are filled in and `done` is called once."""
+
+    __slots__ = ("done", "error", "hashes", "headers", "ids", "lane", "payloads", "results", "tx")
+
+    def __init__(self, lane: Lane, items: Sequence[PushItem] = ()) -> None:
+        self.lane = lane
+        self.ids: list[bytes] | None = None  # only where messages got their ids before, as scheduled ones
+        self.tx: list[bytes] = []
+        self.payloads: list[bytes] = []
+        self.headers: list[bytes] = []
+        self.hashes: list[int] = []
+        self.results: list[tuple[str, bool]] = []  # message id, is a duplicate
+        self.error: Exception | None = None
+        self.done: Callable[[], None] = _nobody
+        if items:
+            self.extend(items)
+
+    def rows(self) -> Iterator[tuple[bytes, int, bytes, bytes]]:
+        """Transaction id, its hash, payload and headers of each item."""
+        return zip(self.tx, self.hashes, self.payloads, self.headers, strict=True)
+
+    def extend(self, items: Sequence[PushItem]) -> None:
+        """Take items; a bad one is refused before anybody else's is touched."""
+        fingerprint, plain = dedup.fingerprint, segment.JSON
+        tx, hashes, payloads, headers = self.tx, self.hashes, self.payloads, self.headers
+        for item in items:
+            own = item.transaction_id
+            if own is None:
+                tx.append(b"")
+                hashes.append(0)
+            else:
+                raw = check_transaction_id(own)
+                tx.append(raw)
+                hashes.append(fingerprint(raw))
+            payload = item.payload
+            payloads.append(payload if type(payload) is bytes else bytes(payload))
+            if item.headers or item.trace_id or item.producer or item.content_type != plain:
+                given = dict(item.headers) if item.headers else None
+                headers.append(segment.pack_headers(given, item.content_type, item.trace_id, item.producer))
+            else:
+                headers.append(b"")
+
+
+def check_transaction_id(tx: object) -> bytes:
+    """A transaction id as UTF-8."""
+    if not isinstance(tx, str) or not 0 < len(tx) <= TX_LIMIT or "\0" in tx:
+        raise BadRequest("transactionId", tx, f"must be text of 1..{TX_LIMIT} characters without NUL")
+    try:
+        return tx.encode()
+    except UnicodeEncodeError:
+        raise BadRequest("transactionId", tx, "must be valid Unicode") from None
+
+
+class Batch:
+    """What one flush appends to one lane."""
+
+    __slots__ = (
+        "answered",
+        "base",
+        "body",
+        "chunks",
+        "hashes",
+        "headers",
+        "lane",
+        "payloads",
+        "places",
+        "tx",
+    )
+
+    def __init__(self, lane: Lane, chunks: list[Chunk]) -> None:
+        self.lane = lane
+        self.chunks = chunks
+        self.base = segment.new_base()
+        self.tx: list[bytes] = []
+        self.hashes: list[int] = []
+        self.payloads: list[bytes] = []
+        self.headers: list[bytes] = []
+        self.places: list[
+            list[int | str]
+        ] = []  # for each chunk's item: its place here, or the first message's id
+        self.body = b""
+        self.answered = False
+
+    def fill(self, duplicates: dict[bytes, str]) -> None:
+        """Lay out the chunks, leaving out what the lane has already and what comes twice."""
+        self.tx, self.hashes, self.payloads, self.headers, self.places = [], [], [], [], []
+        ids: list[bytes] | None = None
+        if len(self.chunks) == 1 and not duplicates and self.chunks[0].ids is None:
+            chunk = self.chunks[0]
+            if len(set(chunk.hashes)) == len(chunk.hashes) or not any(chunk.hashes):
+                self.tx, self.hashes, self.payloads = chunk.tx, chunk.hashes, chunk.payloads
+                self.headers = chunk.headers
+                self.places = [list(range(len(chunk.tx)))]
+                self.body = segment.encode(self.base, self.tx, self.payloads, self.headers)
+                return
+        seen: dict[bytes, int] = {}
+        for chunk in self.chunks:
+            places: list[int | str] = []
+            if chunk.ids is not None:
+                ids = []
+            for at, (tx, key, payload, headers) in enumerate(chunk.rows()):
+                if tx and tx in duplicates:
+                    places.append(duplicates[tx])
+                elif tx and tx in seen:
+                    places.append(~seen[tx])
+                else:
+                    if tx:
+                        seen[tx] = len(self.tx)
+                    places.append(len(self.tx))
+                    self.tx.append(tx)
+                    self.hashes.append(key)
+                    self.payloads.append(payload)
+                    self.headers.append(headers)
+                    if chunk.ids is not None and ids is not None:
+                        ids.append(chunk.ids[at])
+            self.places.append(places)
+        own = b"".join(ids) if ids is not None else None
+        self.body = segment.encode(self.base, self.tx, self.payloads, self.headers, own) if self.tx else b""
+
+    def finish(self) -> None:
+        """Tell each caller what became of its items."""
+        self.answered = True
+        ids = segment.id_texts(self.base, len(self.tx))
+        for chunk, places in zip(self.chunks, self.places, strict=True):
+            chunk.results = [
+                (place, True)
+                if isinstance(place, str)
+                else (ids[place], False)
+                if place >= 0
+                else (ids[~place], True)
+                for place in places
+            ]
+            chunk.done()
+
+    def fail(self, error: Exception) -> None:
+        """Tell each caller that nothing of it was appended, or that nobody knows."""
+        self.answered = True
+        for chunk in self.chunks:
+            chunk.error = error
+            chunk.done()

@@ -1,0 +1,224 @@
+"""What is kept and for how long: retention, waiting too long, dead letters, deletion, inspection."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from settled.queue.types import BadRequest, NotFound, PopRequest, PushItem
+from tests.queue.helpers import drain, ids, pop, push, settle, with_engine
+
+if TYPE_CHECKING:
+    from settled.queue.engine import Engine
+
+
+@with_engine
+async def test_retention_removes_old_messages_consumed_or_not(engine: Engine) -> None:
+    await engine.configure("q", {"retentionEnabled": True, "retentionSeconds": 1})
+    await engine.configure("kept", {"retentionSeconds": 1})
+    for queue in ("q", "kept"):
+        await push(engine, queue, "old")
+    await asyncio.sleep(1.1)
+    await push(engine, "q", "young")
+    assert (await engine.tidy())["retained"] == 1
+    assert await drain(engine, "q") == ["young"]
+    assert await drain(engine, "kept") == ["old"]
+    assert (await push(engine, "q", "old"))[0].status == "queued"
+
+
+@with_engine
+async def test_completed_retention_waits_for_every_group_and_every_retry(engine: Engine) -> None:
+    options = {"retentionEnabled": True, "completedRetentionSeconds": 1, "retry": "parked", "retryDelay": 0}
+    await engine.configure("q", options)
+    for name in "abc":
+        await push(engine, "q", name)
+    await drain(engine, "q", "fast")
+    slow = await pop(engine, "q", 2, group="slow")
+    await settle(engine, slow, "failed", "a")
+    await settle(engine, slow, "completed", "b")
+    await asyncio.sleep(1.1)
+    assert (await engine.tidy())["retained"] == 0
+    retried = await pop(engine, "q", 1, group="slow")
+    assert ids(retried) == ["a"]
+    await settle(engine, retried, "completed")
+    assert (await engine.tidy())["retained"] == 2
+    assert await drain(engine, "q", "slow") == ["c"]
+
+
+@with_engine
+async def test_what_waits_too_long_goes_to_the_dead_letters_of_the_group_that_did_not_take_it(
+    engine: Engine,
+) -> None:
+    await engine.configure("q", {"maxWaitTimeSeconds": 1})
+    await engine.configure("unread", {"maxWaitTimeSeconds": 1})
+    await push(engine, "q", "a", "b", headers={"k": "v"})
+    await push(engine, "unread", "u")
+    assert ids(await pop(engine, "q", 1, group="busy", auto_ack=True)) == ["a"]
+    assert (await pop(engine, "q", 1, group="late")).lease_id
+    await asyncio.sleep(1.1)
+    await push(engine, "q", "c")
+    done = await engine.tidy()
+    letters = {(d.queue, d.group, d.transaction_id) for d in (await engine.dead_letters()).rows}
+    assert letters == {("q", "busy", "b"), ("unread", "__QUEUE_MODE__", "u")}
+    assert done["expired"] == 2
+    assert (await engine.dead_letters(queue="q")).rows[0].headers == {"k": "v"}
+    assert await drain(engine, "q", "busy") == ["c"]
+
+
+@with_engine
+async def test_dead_letters_outlive_their_message(engine: Engine) -> None:
+    await push(engine, "q", "a")
+    await settle(engine, await pop(engine, "q"), "dlq", error="bad")
+    assert await engine.clear_queue("q") == 1
+    (letter,) = (await engine.dead_letters(queue="q")).rows
+    assert letter.payload == b'"a"'
+
+
+@with_engine
+async def test_dead_letters_are_paged_and_filtered_with_a_total(engine: Engine) -> None:
+    for group in ("g1", "g2"):
+        await push(engine, "q", *(f"{group}-{i}" for i in range(5)))
+        await settle(engine, await pop(engine, "q", group=group), "dlq", error="x")
+    total = (await engine.dead_letters()).total
+    assert total == 15
+    first = await engine.dead_letters(group="g2", limit=4)
+    second = await engine.dead_letters(group="g2", limit=4, offset=4)
+    assert (first.total, len(first.rows), len(second.rows)) == (10, 4, 4)
+    assert not {r.id for r in first.rows} & {r.id for r in second.rows}
+    beyond = await engine.dead_letters(group="g2", limit=4, offset=100)
+    assert (beyond.total, beyond.rows) == (10, [])
+    assert (await engine.dead_letters(since="2100-01-01")).total == 0
+    assert (await engine.dead_letters(until="2100-01-01", partition="Default")).total == 15
+    assert (await engine.dead_letters(queue="nowhere")).total == 0
+    with pytest.raises(BadRequest, match="limit"):
+        await engine.dead_letters(limit=0)
+    with pytest.raises(BadRequest, match="from"):
+        await engine.dead_letters(since="whenever")
+    assert await engine.delete_dead_letters([r.id for r in first.rows]) == 4
+    assert (await engine.dead_letters()).total == 11
+
+
+@with_engine
+async def test_a_dead_letter_is_requeued_once(engine: Engine) -> None:
+    await push(engine, "q", "a", partition="p", headers={"h": "1"})
+    batch = await pop(engine, "q")
+    await settle(engine, batch, "dlq")
+    (letter,) = (await engine.dead_letters()).rows
+    again = await engine.requeue(letter.id)
+    assert again.status == "queued"
+    (message,) = (await pop(engine, "q")).messages()
+    assert (message.payload, message.headers, message.partition) == (b'"a"', {"h": "1"}, "p")
+    assert (await engine.dead_letters()).total == 0
+    with pytest.raises(NotFound):
+        await engine.requeue(letter.id)
+    with pytest.raises(NotFound):
+        await engine.retry_message(message.partition_id, "a")
+    with pytest.raises(BadRequest):
+        await engine.requeue("nonsense")
+
+
+@with_engine
+async def test_a_message_can_be_looked_up_with_what_each_group_did(engine: Engine) -> None:
+    await push(engine, "q", *"abc", headers={"h": "1"})
+    made = (await engine.push([PushItem("q", b"7")]))[0]
+    batch = await pop(engine, "q", 2)
+    partition = next(batch.messages()).partition_id
+    await settle(engine, batch, "completed", "a")
+    await drain(engine, "q", "g")
+    view = await engine.message(partition, "a")
+    assert (view.payload, view.headers, view.status) == (b'"a"', {"h": "1"}, "completed")
+    b = await engine.message(partition, "b")
+    assert {s.group: s.status for s in b.groups} == {"__QUEUE_MODE__": "processing", "g": "completed"}
+    assert (await engine.message(partition, "c")).status == "pending"
+    assert (await engine.message(partition, made.transaction_id)).payload == b"7"
+    listed = await engine.messages(queue="q")
+    assert [m.transaction_id for m in listed][1:] == ["c", "b", "a"]
+    assert [m.transaction_id for m in await engine.messages(queue="q", status="processing")] == ["b"]
+    assert len(await engine.messages(limit=2, offset=1)) == 2
+    for wrong in ("x", "00000000-0000-4000-8000-000000000000"):
+        with pytest.raises(NotFound):
+            await engine.message(partition, wrong)
+
+
+@with_engine
+async def test_a_deleted_message_is_not_delivered(engine: Engine) -> None:
+    await push(engine, "q", *"abcd")
+    partition = (await engine.queue("q")).lanes[0].id
+    await engine.delete_message(partition, "a")
+    await engine.delete_message(partition, "c")
+    with pytest.raises(NotFound):
+        await engine.delete_message(partition, "c")
+    batch = await pop(engine, "q")
+    assert ids(batch) == ["b", "d"]
+    assert all(r.success for r in await settle(engine, batch, "completed"))
+    assert await drain(engine, "q", "g") == ["b", "d"]
+    assert [m.transaction_id for m in await engine.messages(queue="q")] == ["d", "b"]
+
+
+@with_engine
+async def test_a_message_can_be_buried_by_hand(engine: Engine) -> None:
+    await push(engine, "q", *"abc")
+    partition = (await engine.queue("q")).lanes[0].id
+    await engine.bury_message(partition, "b")
+    assert (await engine.dead_letters()).rows[0].transaction_id == "b"
+    assert ids(await pop(engine, "q")) == ["a", "c"]
+    assert await engine.retry_message(partition, "b") == 1
+
+
+@with_engine
+async def test_figures_of_queues_add_up(engine: Engine) -> None:
+    await push(engine, "q", *"abcde", partition="p1")
+    await push(engine, "q", *"xy", partition="p2")
+    batch = await engine.pop(PopRequest("q", "p1", batch=3))
+    await settle(engine, batch, "completed", "a")
+    await settle(engine, batch, "dlq", "b")
+    stats = await engine.queue("q")
+    assert (stats.total, stats.pending, stats.processing, stats.completed, stats.dead) == (7, 5, 1, 2, 1)
+    assert [lane.name for lane in stats.lanes] == ["p1", "p2"]
+    assert [q.name for q in await engine.queues()] == ["q"]
+    with pytest.raises(NotFound):
+        await engine.queue("nowhere")
+
+
+@with_engine
+async def test_a_deleted_queue_takes_everything_with_it(engine: Engine) -> None:
+    await push(engine, "q", "a")
+    await settle(engine, await pop(engine, "q"), "dlq")
+    assert await engine.delete_queue("q")
+    assert not await engine.delete_queue("q")
+    assert await engine.queues() == []
+    assert (await engine.dead_letters()).total == 0
+    assert (await pop(engine, "q")).empty
+
+
+@with_engine
+async def test_options_are_checked_by_name_and_replaced_whole(engine: Engine) -> None:
+    first = await engine.configure("q", {"leaseTime": 5, "retry": "parked"}, namespace="n", task="t")
+    assert (first.options.lease_time, first.options.retry, first.namespace) == (5, "parked", "n")
+    second = await engine.configure("q", {"retryLimit": 7})
+    assert (second.options.lease_time, second.options.retry_limit, second.queue_id) == (
+        300,
+        7,
+        first.queue_id,
+    )
+    for bad in ({"leaseTime": 0}, {"retryLimit": -1}, {"retry": "never"}, {"priority": "high"}, {"colour": 1},
+                {"retentionEnabled": 1}, {"maxSize": True}, {"encryptionEnabled": True}):  # fmt: skip
+        with pytest.raises(BadRequest, match=next(iter(bad))):
+            await engine.configure("q", bad)
+
+
+@with_engine
+async def test_traces_are_kept_with_their_names(engine: Engine) -> None:
+    await push(engine, "q", "a")
+    partition = (await engine.queue("q")).lanes[0].id
+    await engine.trace(partition, "a", b'{"n":1}', names=["order-1", "eu"], event_type="step")
+    await engine.trace(partition, "a", b"2", names=["eu"])
+    assert [t.event_type for t in await engine.traces(partition, "a")] == ["step", "info"]
+    page = await engine.traces_by_name("eu", limit=1)
+    assert (page.total, page.rows[0].data) == (2, b"2")
+    names = {n.name: (n.traces, n.messages) for n in (await engine.trace_names()).rows}
+    assert names == {"eu": (2, 1), "order-1": (1, 1)}
+    with pytest.raises(NotFound):
+        await engine.trace(partition, "nobody", b"1")

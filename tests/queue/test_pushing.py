@@ -1,0 +1,214 @@
+"""Pushing: order, ids, duplicates, delays, limits, and callers that do not harm each other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from settled.queue import dedup
+from settled.queue.engine import Engine
+from settled.queue.types import BadRequest, PushItem, QueueFull
+from tests.queue.helpers import drain, ids, pop, push, settle, with_engine, with_engines
+
+
+@with_engine
+async def test_a_push_comes_back_with_payload_headers_and_order(engine: Engine) -> None:
+    items = [
+        PushItem("q", b'{"n": 1}', "p", "one", {"tenant": "a", "traceparent": "00-1"}),
+        PushItem("q", b"\x00\xff raw", "p", "two", None, "application/octet-stream"),
+        PushItem("q", b"3", "p", trace_id="0f8fad5b-d9cb-469f-a165-70867728950e", producer="svc"),
+    ]
+    results = await engine.push(items)
+    assert [r.status for r in results] == ["queued"] * 3
+    one, two, three = (await pop(engine, "q")).messages()
+    assert (one.payload, one.headers, one.content_type) == (b'{"n": 1}', items[0].headers, "application/json")
+    assert (two.payload, two.content_type, two.headers) == (b"\x00\xff raw", "application/octet-stream", {})
+    assert three.transaction_id == three.id == results[2].message_id == results[2].transaction_id
+    assert (three.trace_id, three.producer) == (items[2].trace_id, "svc")
+    assert {m.partition_id for m in (one, two, three)} == {results[0].partition_id}
+
+
+@with_engine
+async def test_a_pop_is_ready_made_json_with_payloads_as_they_were_pushed(engine: Engine) -> None:
+    import msgspec
+
+    await engine.push(
+        [
+            PushItem("q", b'{"price": 1.50}', transaction_id='quo"te\\d'),
+            PushItem("q", b"hello", content_type="text/plain", headers={"h": "1"}),
+            PushItem("q", b"\xff\x00", content_type="image/png"),
+        ]
+    )
+    batch = await pop(engine, "q")
+    raw = b"[" + batch.json_messages() + b"]"
+    assert b'"data":{"price": 1.50}' in raw
+    a, b, c = msgspec.json.decode(raw)
+    assert a["transactionId"] == 'quo"te\\d'
+    assert (b["data"], b["contentType"], b["headers"]) == ("hello", "text/plain", {"h": "1"})
+    assert (c["data"], c["encoding"]) == ("/wA=", "base64")
+    assert a["leaseId"] == batch.lease_id
+    assert (a["queue"], a["partition"], a["consumerGroup"], a["retryCount"]) == (
+        "q",
+        "Default",
+        "__QUEUE_MODE__",
+        0,
+    )
+
+
+@with_engine
+async def test_a_second_push_of_an_id_is_a_duplicate_of_the_first(engine: Engine) -> None:
+    (first,) = await push(engine, "q", "a")
+    again, new, twice, other = await engine.push(
+        [PushItem("q", b"2", transaction_id=t) for t in ("a", "b", "b")] + [PushItem("q", b"2", "p2", "a")]
+    )
+    assert (again.status, again.message_id) == ("duplicate", first.message_id)
+    assert new.status == "queued"
+    assert (twice.status, twice.message_id) == ("duplicate", new.message_id)
+    assert other.status == "queued"
+    assert sorted(await drain(engine, "q")) == ["a", "a", "b"]
+    assert (await push(engine, "q", "a"))[0].message_id == first.message_id
+
+
+@with_engines(2)
+async def test_concurrent_pushes_of_the_same_ids_through_two_engines_queue_each_id_once(
+    one: Engine, two: Engine
+) -> None:
+    names = [f"id-{i}" for i in range(300)]
+
+    async def produce(engine: Engine, order: list[str]) -> dict[str, tuple[str, str]]:
+        answers = {}
+        for start in range(0, len(order), 7):
+            for result in await push(engine, "q", *order[start : start + 7]):
+                answers[result.transaction_id] = (result.status, result.message_id)
+        return answers
+
+    all_answers = await asyncio.gather(
+        produce(one, names),
+        produce(two, names[::-1]),
+        produce(one, names[150:] + names[:150]),
+        produce(two, names),
+    )
+    for name in names:
+        answers = [a[name] for a in all_answers]
+        assert len({message for _, message in answers}) == 1
+        assert [status for status, _ in answers].count("queued") == 1
+    assert sorted(await drain(one, "q")) == sorted(names)
+
+
+@with_engines(2)
+async def test_an_engine_that_starts_later_knows_the_ids_of_before(one: Engine, two: Engine) -> None:
+    names = [f"id-{i}" for i in range(5000)]
+    for start in range(0, 5000, 500):
+        await push(one, "q", *names[start : start + 500])
+    results = await push(two, "q", *names[::50], "fresh")
+    assert [r.status for r in results] == ["duplicate"] * 100 + ["queued"]
+    results = await push(one, "q", "fresh", names[7])
+    assert [r.status for r in results] == ["duplicate", "duplicate"]
+
+
+def test_ids_with_the_same_hash_are_still_told_apart(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dedup, "fingerprint", lambda tx: 1 + len(tx) % 2)
+    monkeypatch.setattr(dedup, "FRESH_LIMIT", 20)
+
+    async def body() -> None:
+        names = [f"{'x' * (i % 5)}{i:03d}" for i in range(120)]
+        async with await Engine.open(dsn) as one, await Engine.open(dsn) as two:
+            first = {}
+            for start in range(0, 120, 8):
+                for r in await push((one, two)[start // 8 % 2], "q", *names[start : start + 8]):
+                    assert r.status == "queued"
+                    first[r.transaction_id] = r.message_id
+            for engine in (one, two):
+                for r in await push(engine, "q", *names):
+                    assert (r.status, r.message_id) == ("duplicate", first[r.transaction_id])
+            assert await drain(one, "q") == names
+
+    asyncio.run(body())
+
+
+@with_engine
+async def test_a_bad_item_fails_its_own_request_and_nobody_elses(engine: Engine) -> None:
+    bad = [
+        [PushItem("q", b"1", transaction_id="nul\0")],
+        [PushItem("q\0", b"1")],
+        [PushItem("q", b"1", "p" * 300)],
+        [PushItem("q", b"1", transaction_id="x" * 256)],
+        [PushItem("q", b"1", transaction_id="")],
+        [PushItem("q", b"1", transaction_id="\ud800")],
+        [PushItem("", b"1")],
+        [PushItem("q", b"1", delay_seconds=-5)],
+    ]
+    good = [push(engine, "q", f"g{i}") for i in range(40)]
+    mixed = [engine.push(items) for items in bad] + good
+    results = await asyncio.gather(*mixed, return_exceptions=True)
+    assert all(isinstance(r, BadRequest) for r in results[: len(bad)])
+    assert all(r[0].status == "queued" for r in results[len(bad) :])  # type: ignore[index]
+    assert len(await drain(engine, "q")) == 40
+
+
+@with_engine
+async def test_what_the_database_refuses_fails_alone_though_it_shared_a_flush(engine: Engine) -> None:
+    await push(engine, "bad", "warm")
+    await push(engine, "q", "warm")
+    pool = engine._core.pool
+    lane = engine._core.registry.lanes[("bad", "Default")]
+    await pool.fetch(f"alter table segment add constraint no_bad check (lane_id <> {lane.id}) not valid")
+    jobs = [push(engine, "bad", f"b{i}") for i in range(3)] + [push(engine, "q", f"g{i}") for i in range(30)]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert all(isinstance(r, Exception) for r in results[:3])
+    assert all(not isinstance(r, BaseException) and r[0].status == "queued" for r in results[3:])
+    await pool.fetch("alter table segment drop constraint no_bad")
+    assert (await push(engine, "bad", "b1"))[0].status == "queued"
+    assert await drain(engine, "bad") == ["warm", "b1"]
+
+
+@with_engine
+async def test_a_delayed_message_comes_when_it_is_due_and_not_before(engine: Engine) -> None:
+    started = time.monotonic()
+    (later,) = await push(engine, "q", "later", delay_seconds=0.5)
+    (again,) = await push(engine, "q", "later", delay_seconds=0.1)
+    assert later.status == "queued"
+    assert (again.status, again.message_id) == ("duplicate", later.message_id)
+    await push(engine, "q", "now")
+    assert ids(await pop(engine, "q", auto_ack=True)) == ["now"]
+    (message,) = (await pop(engine, "q", wait=5)).messages()
+    assert (message.transaction_id, message.id, message.payload) == ("later", later.message_id, b'"later"')
+    assert 0.5 <= time.monotonic() - started < 1.4
+
+
+@with_engine
+async def test_max_size_refuses_what_does_not_fit_until_some_is_settled(engine: Engine) -> None:
+    await engine.configure("q", {"maxSize": 5})
+    results = await asyncio.gather(*(push(engine, "q", f"m{i}") for i in range(12)), return_exceptions=True)
+    refused = [r for r in results if isinstance(r, QueueFull)]
+    assert len(refused) == 7
+    assert "maxSize 5" in str(refused[0])
+    batch = await pop(engine, "q", 3)
+    await settle(engine, batch, "completed")
+    await push(engine, "q", "x", "y")
+    with pytest.raises(QueueFull):
+        await push(engine, "q", "1", "2", "3", "4")
+
+
+@with_engine
+async def test_a_push_after_the_queue_was_deleted_makes_it_anew(engine: Engine) -> None:
+    await push(engine, "q", "a")
+    async with await Engine.open(engine._core.dsn, worker="other") as other:
+        assert await other.delete_queue("q")
+    assert [r.status for r in await push(engine, "q", "a", "b")] == ["queued", "queued"]
+    assert await drain(engine, "q") == ["a", "b"]
+
+
+@with_engine
+async def test_a_queue_made_by_a_push_takes_namespace_and_task_from_its_name(engine: Engine) -> None:
+    await push(engine, "billing.invoices.eu", "a")
+    await push(engine, "plain", "a")
+    named = {q.name: (q.namespace, q.task) for q in await engine.queues()}
+    assert named == {"billing.invoices.eu": ("billing", "invoices"), "plain": ("", "")}
+
+
+@with_engine
+async def test_an_empty_push_answers_nothing(engine: Engine) -> None:
+    assert await engine.push([]) == []
