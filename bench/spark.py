@@ -1,4 +1,4 @@
-"""The pipeline on Spark against plain processes: python bench/spark.py [messages]."""
+"""The pipeline on Spark against plain processes: python -m bench.spark [messages]."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def loop(dsn: str, queue: str, group: str, part: int, start: Any, done: Any) -> 
 
 
 def plain(dsn: str, queue: str) -> tuple[float, int]:
-    start, done = multiprocessing.Event(), multiprocessing.Queue()
+    start = multiprocessing.Event()
+    done: Any = multiprocessing.Queue()
     workers = [
         multiprocessing.Process(target=loop, args=(dsn, queue, "plain", part, start, done))
         for part in range(2)

