@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .PHONY: run test check lint types imports bench clean
 
 run: .venv/run-installed
-	@$(BIN)/python -m examples.queue_orders
+	@$(BIN)/python -m settled.spark.jobs.demo
 
 test: .venv/dev-installed
 	$(BIN)/python -m pytest
@@ -30,7 +30,7 @@ bench: .venv/dev-installed
 	$(PYTHON) -m venv .venv
 
 .venv/run-installed: pyproject.toml constraints.txt | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,server,client]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,server,client,spark]'
 	@touch $@
 
 .venv/dev-installed: pyproject.toml constraints.txt | .venv/bin/python

@@ -16,8 +16,10 @@ from settled.app import AppStatus
 from settled.loading import CannotLoad, load
 from settled.observe import logging as observe_logging
 from settled.signals import ConfigurationError
+from settled.spark.command import app as pipeline
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(pipeline, name="pipeline")
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
 

@@ -1,0 +1,312 @@
+"""Running a handler on rows: the same functions, signals and table as in a pump, and never a failed query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from settled import codec
+from settled.handlers.layers import layers
+from settled.message import DONE, Delivery, Message, Metadata, in_hand
+from settled.queue.segment import TYPE_KEY
+from settled.settlement import (
+    Ack,
+    Action,
+    Leave,
+    Nack,
+    Raised,
+    Reason,
+    Reject,
+    Requeue,
+    Returned,
+    Undecodable,
+    decide,
+    describe,
+)
+from settled.signals import ConfigurationError
+from settled.spark.types import to_plain
+from settled.subscriber import Subscription, subscribe
+from settled.transports.base import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from settled.policy import Policy
+
+ACK, RETRY, RELEASE, DEAD, INVALID = "ack", "retry", "release", "dead", "invalid"
+Outcome = tuple[str, float | None, str | None]
+HELD: Outcome = (RELEASE, None, None)
+NO_HEADERS: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A handler and all it needs to know, as it travels to the executors."""
+
+    handler: Callable[..., Any]
+    policy: Policy
+    names: dict[str, Any]
+    queue: str
+    group: str
+    in_order: bool
+    result: str | None = None
+    """The result's Spark type as JSON; None for bytes of JSON."""
+
+    def subscription(self) -> Subscription:
+        """The handler as a pump would run it; ConfigurationError if it cannot run here."""
+        subscription = subscribe(
+            self.handler, Source(channel=self.queue, group=self.group), self.policy, self.names
+        )
+        if subscription.is_async:
+            raise ConfigurationError(
+                f"handler {subscription.name}: Spark runs plain functions; write def, not async def"
+            )
+        if subscription.policy.ack_on_delivery:
+            raise ConfigurationError(f"handler {subscription.name}: ack_on_delivery has no meaning on Spark")
+        for layer in layers(self.handler):
+            if layer.check is not None:
+                layer.check()
+        return subscription
+
+
+@dataclass(slots=True)
+class Rows:
+    """Messages to attempt, column by column; what is None is the same for all or not there."""
+
+    lanes: Sequence[int] | int
+    blob: bytes
+    offsets: Sequence[int]
+    seqs: Any
+    attempts: Sequence[int] | None = None
+    headers: Sequence[Mapping[str, str] | None] | None = None
+    ids: Callable[[int], str] | None = None
+    created: Callable[[int], datetime] | None = None
+    partition: Callable[[int], str] | None = None
+
+
+@dataclass(slots=True)
+class Attempted:
+    """What came of rows: those that were not acknowledged, by place, and all results."""
+
+    failed: dict[int, Outcome] = field(default_factory=dict)
+    results: list[Any] = field(default_factory=list)
+
+
+class _RowDelivery(Delivery):
+    """A row as a delivery; its facts are looked up when they are asked for."""
+
+    __slots__ = ("_group", "_place", "_rows")
+
+    def __init__(self, rows: Rows, place: int, queue: str, group: str) -> None:
+        self._rows, self._place, self._group = rows, place, group
+        self.subject = queue
+        self.settled = False
+
+    @property
+    def id(self) -> str:  # type: ignore[override]
+        rows, i = self._rows, self._place
+        return rows.ids(i) if rows.ids is not None else f"{self.lane}/{rows.seqs[i]}"
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        rows, i = self._rows, self._place
+        return rows.blob[rows.offsets[i] : rows.offsets[i + 1]]
+
+    @property
+    def headers(self) -> Mapping[str, str]:  # type: ignore[override]
+        return headers_of(self._rows, self._place)
+
+    @property
+    def attempt(self) -> int:  # type: ignore[override]
+        return self._rows.attempts[self._place] if self._rows.attempts is not None else 1
+
+    @property
+    def lane(self) -> str:  # type: ignore[override]
+        rows = self._rows
+        if rows.partition is not None:
+            return rows.partition(self._place)
+        return str(rows.lanes if isinstance(rows.lanes, int) else rows.lanes[self._place])
+
+    def metadata(self) -> Metadata:
+        rows, i = self._rows, self._place
+        return Metadata(
+            stream_sequence=rows.seqs[i],
+            timestamp=rows.created(i) if rows.created is not None else None,
+            redelivery_count=self.attempt - 1,
+            consumer=self._group,
+            lane=self.lane,
+        )
+
+
+def headers_of(rows: Rows, place: int) -> Mapping[str, str]:
+    """A message's headers as a handler sees them, with the content type under its usual name."""
+    own = rows.headers[place] if rows.headers is not None else None
+    if not own:
+        return NO_HEADERS
+    if TYPE_KEY in own:
+        return {**{k: v for k, v in own.items() if not k.startswith(":")}, "content-type": own[TYPE_KEY]}
+    return own
+
+
+class _Recorder:
+    """Takes down what an explicit handler asks for; the batch's transaction carries it out."""
+
+    def __init__(self) -> None:
+        self.action: Action | None = None
+
+    def settle(self, delivery: Delivery, action: Action) -> Awaitable[None]:
+        if delivery.claim():
+            self.action = action
+        return DONE
+
+    def extend(self, delivery: Delivery) -> Awaitable[None]:
+        return DONE  # the driver renews the lease of the whole batch
+
+
+class Attempts:
+    """One task's attempts; a lane that must wait is remembered from batch to batch."""
+
+    def __init__(self, job: Job, encode: Callable[[Any], Any] | None = None) -> None:
+        self._job = job
+        self._subscription = job.subscription()
+        self._policy = self._subscription.policy
+        self._encode = encode or (to_plain if job.result is not None else encode_json)
+        self._held: set[int] = set()
+
+    def run(self, rows: Rows) -> Attempted:
+        """Attempt rows in their order."""
+        done = Attempted(results=[None] * (len(rows.offsets) - 1))
+        delivery = _RowDelivery(rows, 0, self._job.queue, self._job.group)
+        message = Message.__new__(Message)
+        message._delivery, message._settler = delivery, _Recorder()
+        token = in_hand.set(message)
+        try:
+            if self._policy.explicit:
+                self._explicit(rows, done)
+            else:
+                self._implicit(rows, done, delivery, message)
+        finally:
+            in_hand.reset(token)
+        return done
+
+    def _implicit(self, rows: Rows, done: Attempted, delivery: _RowDelivery, message: Message[Any]) -> None:
+        decode, handler, encode = self._subscription.decode, self._subscription.handler, self._encode
+        blob, results, held, headers = rows.blob, done.results, self._held, rows.headers
+        lanes = rows.lanes
+        one_lane = isinstance(lanes, int)
+        acks = self._policy.auto_ack
+        start = rows.offsets[0]
+        for i, end in enumerate(rows.offsets[1:]):
+            data, start = blob[start:end], end
+            if held and (lanes if one_lane else lanes[i]) in held:  # type: ignore[index,operator]
+                done.failed[i] = HELD
+                continue
+            delivery._place = i
+            try:
+                payload = decode(data, NO_HEADERS if headers is None else headers_of(rows, i))
+            except Exception as error:
+                self._note(rows, done, i, Undecodable(error))
+                continue
+            message.payload = payload
+            try:
+                value = handler(payload)
+                if value is not None:
+                    results[i] = encode(value)
+                if not acks:
+                    self._note(rows, done, i, Returned())
+            except BaseException as error:
+                results[i] = None
+                self._note(rows, done, i, Raised(error))
+
+    def _explicit(self, rows: Rows, done: Attempted) -> None:
+        subscription = self._subscription
+        for i in range(len(rows.offsets) - 1):
+            if self._held and (rows.lanes if isinstance(rows.lanes, int) else rows.lanes[i]) in self._held:
+                done.failed[i] = HELD
+                continue
+            delivery, recorder = _RowDelivery(rows, i, self._job.queue, self._job.group), _Recorder()
+            try:
+                message: Message[Any] = Message(delivery, subscription.decode, recorder)
+            except Exception as error:
+                self._note(rows, done, i, Undecodable(error))
+                continue
+            token = in_hand.set(message)
+            try:
+                value = subscription.invoke(message)
+                encoded = self._encode(value) if value is not None else None
+            except BaseException as error:
+                self._note(rows, done, i, Raised(error, recorder.action is not None), recorder.action)
+            else:
+                self._note(rows, done, i, Returned(), recorder.action)
+                if i not in done.failed:
+                    done.results[i] = encoded
+            finally:
+                in_hand.reset(token)
+
+    def _note(
+        self,
+        rows: Rows,
+        done: Attempted,
+        i: int,
+        what: Raised | Returned | Undecodable,
+        asked: Action | None = None,
+    ) -> None:
+        number = rows.attempts[i] if rows.attempts is not None else 1
+        try:
+            settlement = decide(what, self._policy, number)
+            error = "; ".join(sorted({describe(e) for e in settlement.errors})) or None
+        except Exception:  # an error that cannot even be shown
+            kind = "Returned" if isinstance(what, Returned) else type(what.error).__name__
+            error = f"{kind}, whose text cannot be had"
+            settlement = decide(Raised(RuntimeError(error)), self._policy, number)
+        if settlement.stop:
+            raise settlement.errors[0]  # not the message's fault: nothing of this batch is settled
+        outcome = to_outcome(asked if asked is not None else settlement.action, _storable(error))
+        if outcome[0] == ACK:
+            return
+        done.failed[i] = outcome
+        if self._job.in_order and outcome[0] in (RETRY, RELEASE):
+            self._held.add(rows.lanes if isinstance(rows.lanes, int) else rows.lanes[i])
+
+
+def to_outcome(action: Action, error: str | None) -> Outcome:
+    """A settlement as the columns `outcome`, `delay` and `error`."""
+    match action:
+        case Ack():
+            return (ACK, None, None)
+        case Requeue(delay):
+            return (RETRY, delay, error)
+        case Reject(Reason.UNACCEPTABLE, why):
+            return (INVALID, None, _storable(why) or error)
+        case Reject(_, why):
+            return (DEAD, None, _storable(why) or error)
+        case Nack() | Leave():
+            return (RELEASE, None, error)
+
+
+def _storable(text: str | None) -> str | None:
+    """Text that Arrow and Postgres take."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "") if text else text
+
+
+def encode_json(value: Any) -> bytes:
+    """A result as JSON; bytes are taken to be JSON already."""
+    return value if isinstance(value, bytes) else codec.encode(value, codec.JSON)[0]
+
+
+def outcome_arrays(done: Attempted, result: pa.DataType) -> list[pa.Array]:
+    """`outcome`, `delay`, `error` and `result` as Arrow."""
+    n, failed = len(done.results), done.failed
+    if not failed:
+        outcomes = [pa.repeat(pa.scalar(ACK), n), pa.nulls(n, pa.float64()), pa.nulls(n, pa.string())]
+    else:
+        columns: list[list[Any]] = [[ACK] * n, [None] * n, [None] * n]
+        for place, values in failed.items():
+            for column, value in zip(columns, values, strict=True):
+                column[place] = value
+        types = (pa.string(), pa.float64(), pa.string())
+        outcomes = [pa.array(column, kind) for column, kind in zip(columns, types, strict=True)]
+    return [*outcomes, pa.array(done.results, result)]

@@ -1,0 +1,191 @@
+"""The commands `settled pipeline …`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(help="Run a queue's pipeline on Spark.", no_args_is_help=True)
+
+Url = Annotated[str, typer.Option(envvar="SETTLED_URL", help="The queue's database, postgresql://….")]
+Queue = Annotated[str | None, typer.Option(help="Only this queue.")]
+Master = Annotated[str | None, typer.Option(help="Spark's master [default: all cores of this machine].")]
+
+
+@app.command("run")
+def run_command(
+    handler: Annotated[
+        str, typer.Argument(metavar="MODULE:HANDLER", help="The function, e.g. shop.billing:charge.")
+    ],
+    queue: Annotated[str, typer.Option(help="The queue to read.")],
+    group: Annotated[str, typer.Option(help="The consumer group.")],
+    url: Url,
+    to: Annotated[str | None, typer.Option(help="Push what the handler returns to this queue.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Spark's checkpoint [default: ./checkpoints/QUEUE-GROUP].")
+    ] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Messages a batch.")] = 500_000,
+    until_empty: Annotated[bool, typer.Option("--until-empty", help="Leave when nothing is left.")] = False,
+    master: Master = None,
+) -> None:
+    """Run one handler over a queue; a line says how far it is, a summary ends it."""
+    function = _load(handler)
+    spark = _session(master)
+    from settled.spark.jobs.run import run
+
+    where = checkpoint or Path("checkpoints") / f"{queue}-{group}"
+    live = sys.stderr.isatty()
+
+    def show(progress: Any) -> None:
+        typer.echo(f"\r{progress.line():110}" if live else progress.line(), err=True, nl=not live)
+
+    try:
+        end = run(
+            spark,
+            function,
+            queue,
+            group,
+            str(where.resolve()),
+            url=url,
+            to=to,
+            until_empty=until_empty,
+            max_rows=max_rows,
+            on_progress=show,
+        )
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except Exception as error:
+        _fail(error)
+    finally:
+        spark.stop()
+    typer.echo(
+        f"{chr(10) if live else ''}batches={end.batches} acked={end.acked} retried={end.retried} "
+        f"dead={end.dead} "
+        f"released={end.released} pushed={end.pushed} waiting={end.waiting} failing={end.failing}"
+    )
+
+
+@app.command("export")
+def export_command(
+    folder: Annotated[Path, typer.Argument(help="Where the files go; run it again to add what is new.")],
+    url: Url,
+    queue: Queue = None,
+    messages: Annotated[bool, typer.Option("--messages", help="The messages too.")] = False,
+    kind: Annotated[str, typer.Option("--format", help="parquet or delta.")] = "parquet",
+    master: Master = None,
+) -> None:
+    """Write settlements and dead letters to files, by day."""
+    spark = _session(master)
+    from settled.spark.jobs.export import export
+
+    try:
+        done = export(spark, url, folder, queue=queue, messages=messages, kind=kind)
+    except Exception as error:
+        _fail(error)
+    finally:
+        spark.stop()
+    typer.echo(f"run={done.number} " + " ".join(f"{name}={count}" for name, count in done.rows.items()))
+
+
+@app.command("report")
+def report_command(
+    target: Annotated[Path, typer.Argument(help="The HTML file; the figures go beside it as JSON.")],
+    url: Annotated[str | None, typer.Option(envvar="SETTLED_URL", help="A live queue's database.")] = None,
+    export: Annotated[Path | None, typer.Option(help="Or the folder of an export.")] = None,
+    queue: Queue = None,
+    hours: Annotated[float | None, typer.Option(help="Only so many last hours.")] = None,
+    master: Master = None,
+) -> None:
+    """Write a page on what happened to the messages."""
+    source: str | Path | None = export or url
+    if source is None:
+        typer.echo("settled: a report needs --url or --export", err=True)
+        raise typer.Exit(2)
+    spark = _session(master)
+    from settled.spark.jobs.report import write_report
+
+    try:
+        figures = write_report(spark, source, target, queue=queue, hours=hours)
+    except Exception as error:
+        _fail(error)
+    finally:
+        spark.stop()
+    typer.echo(f"{target}: " + " ".join(f"{name}={count}" for name, count in figures["totals"].items()))
+
+
+@app.command("redrive")
+def redrive_command(
+    url: Url,
+    queue: Queue = None,
+    group: Annotated[str | None, typer.Option(help="Only of this group.")] = None,
+    since: Annotated[datetime | None, typer.Option(help="Only those that died from then on (UTC).")] = None,
+    until: Annotated[datetime | None, typer.Option(help="Only those that died before (UTC).")] = None,
+    error: Annotated[str | None, typer.Option(help="A pattern found in the error.")] = None,
+    where: Annotated[str | None, typer.Option(help='A Spark SQL condition, e.g. "attempts > 2".')] = None,
+    to: Annotated[str | None, typer.Option(help="Another queue than their own.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.1, help="Messages a second.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    master: Master = None,
+) -> None:
+    """Send dead letters round again, each once."""
+    from datetime import UTC
+
+    from settled.spark.jobs.redrive import Choice, redrive
+
+    spark = _session(master) if where else None
+    choice = Choice(
+        queue=queue,
+        group=group,
+        since=since and since.replace(tzinfo=UTC),
+        until=until and until.replace(tzinfo=UTC),
+        error=error,
+        where=where,
+    )
+    try:
+        count = redrive(url, choice, to=to, rate=rate, dry_run=dry_run, spark=spark)
+    except Exception as failure:
+        _fail(failure)
+    finally:
+        if spark is not None:
+            spark.stop()
+    typer.echo(f"{'would redrive' if dry_run else 'redriven'}={count}")
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    if not module or not name:
+        typer.echo(f"settled: {target!r} does not name a handler; write module:function", err=True)
+        raise typer.Exit(2)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        typer.echo(f"settled: {target} cannot be loaded: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _session(master: str | None) -> Any:
+    try:
+        from settled.spark.startup import session
+    except ImportError as error:
+        typer.echo(f"settled: this needs Spark ({error}): pip install 'settled[spark]'", err=True)
+        raise typer.Exit(2) from None
+    log = Path(tempfile.gettempdir()) / "settled-spark.log"
+    return session("settled pipeline", master, log=log, quick=True)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """The one line that says it, out of whatever Spark wrapped round it."""
+    text = str(error)
+    for line in text.splitlines():
+        if line.startswith("settled."):
+            text = line.partition(": ")[2]
+            break
+    typer.echo(f"settled: {text.splitlines()[0] if text else type(error).__name__}", err=True)
+    raise typer.Exit(1) from None

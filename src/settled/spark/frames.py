@@ -1,0 +1,377 @@
+"""What a user writes: read a queue, attempt its rows, settle them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack, cast
+
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.pandas.functions import arrow_udf
+from pyspark.sql.types import BinaryType, DoubleType, StringType, StructField, StructType
+
+from settled.policy import Policy, PolicyOptions
+from settled.queue.errors import BadRequest, Conflict, NotFound
+from settled.queue.manifest import Link
+from settled.signals import ConfigurationError
+from settled.spark.attempts import ACK, INVALID, Attempts, Job, Rows, outcome_arrays
+from settled.spark.fused import arrow_type
+from settled.spark.shipping import dumps, loads, names_of
+from settled.spark.source import new_holder
+from settled.spark.types import spark_type, to_plain
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+Transform = Callable[[DataFrame], DataFrame]
+MARK = "settled"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a DataFrame's rows come from; kept in the metadata of its column `batch`."""
+
+    url: str
+    queue: str
+    group: str
+    holder: str
+    ordering: str
+    lease_seconds: float
+
+    @classmethod
+    def of(cls, df: DataFrame) -> Origin:
+        """The origin of a DataFrame's rows."""
+        if "batch" in df.columns:
+            found = df.schema["batch"].metadata.get(MARK)
+            if found is not None:
+                return cls(**json.loads(found))
+        raise Conflict(
+            "this DataFrame does not come from read_queue(), or lost its column `batch`: keep the columns "
+            "lane, sequence and batch up to settle()"
+        )
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a failed row holds back its lane."""
+        return self.ordering == "in_order"
+
+    def options(self) -> dict[str, str]:
+        """As options of the format."""
+        return {
+            "url": self.url,
+            "queue": self.queue,
+            "group": self.group,
+            "holder": self.holder,
+            "ordering": self.ordering,
+            "leaseSeconds": str(round(self.lease_seconds)),
+        }
+
+
+def read_queue(
+    spark: SparkSession,
+    queue: str,
+    group: str,
+    *,
+    url: str | None = None,
+    payload: Any = bytes,
+    handler: Callable[..., Any] | None = None,
+    result: Any = None,
+    streaming: bool = True,
+    max_rows: int | None = 500_000,
+    lease_seconds: int = 60,
+    ordering: str = "queue",
+    starting: str = "",
+    tasks: int | None = None,
+    **policy: Unpack[PolicyOptions],
+) -> DataFrame:
+    """The messages of a queue for a group, a batch at a time.
+
+    `payload` is how the column of that name looks: `bytes`, `str`, a Struct, a dataclass or a Spark schema; a
+    row that does not parse has the outcome `invalid`. With a `handler` the rows come attempted, which is the
+    fast path of `attempt(handler)`. `max_rows` bounds a batch. `starting` is "earliest", "latest" or a time,
+    for a new group.
+    """
+    url = url or os.environ.get("SETTLED_URL", "")
+    origin = Origin(url, queue, group, new_holder(), _ordering(url, queue, ordering), lease_seconds)
+    options = origin.options() | {
+        "maxRows": "all" if max_rows is None else str(max_rows),
+        "tasks": str(tasks or _parallelism(spark)),
+        "startingPosition": starting,
+    }
+    if handler is not None:
+        options["handler"] = dumps(_job(handler, origin, result, policy_of(policy)))
+    reader = (spark.readStream if streaming else spark.read).format("settled")
+    df = reader.options(**options).load()
+    df = df.withMetadata("batch", {MARK: json.dumps({n: getattr(origin, n) for n in Origin.__slots__})})
+    return df if handler is not None else _with_payload(df, payload)
+
+
+def _ordering(url: str, queue: str, ordering: str) -> str:
+    if ordering != "queue":
+        return ordering
+    query = "select parked from queue where name = %s"
+    with Link(url) as link:
+        rows = link.run(lambda c: c.execute(query, (queue,)).fetchall(), patience=0)
+    if not rows:
+        raise NotFound("queue", f"{queue} (push to it or configure it first)")
+    return "parked" if rows[0]["parked"] else "in_order"
+
+
+def _parallelism(spark: SparkSession) -> int:
+    try:
+        return min(4, int(spark.sparkContext.defaultParallelism))
+    except Exception:  # Spark Connect has no context to ask
+        return 4
+
+
+def _with_payload(df: DataFrame, payload: Any) -> DataFrame:
+    """The payload as it was asked for; where nobody looks at the parsed one, Spark does not parse."""
+    if payload is bytes:
+        return df
+    if payload is str:
+        return df.withColumn("data", F.col("payload")).withColumn("payload", F.col("payload").cast("string"))
+    kind = spark_type(payload)
+    parsed = _from_json(kind) if isinstance(payload, (str, StructType)) else _decoded(payload, kind)
+    df = df.withColumnRenamed("payload", "data").withColumn("_parsed", parsed(F.col("data")))
+    return (
+        df.withColumn("payload", F.col("_parsed.value"))
+        .withColumn("outcome", F.when(F.col("_parsed.error").isNotNull(), INVALID).otherwise(ACK))
+        .withColumn("delay", F.lit(None).cast("double"))
+        .withColumn("error", F.col("_parsed.error"))
+        .drop("_parsed")
+    )
+
+
+def _from_json(kind: Any) -> Callable[[Column], Column]:
+    corrupt = StructType([*kind.fields, StructField("_corrupt", StringType())])
+
+    def parse(data: Column) -> Column:
+        value = F.from_json(data.cast("string"), corrupt, {"columnNameOfCorruptRecord": "_corrupt"})
+        error = F.when(
+            value.isNull() | value["_corrupt"].isNotNull(), F.lit("the payload does not fit the schema")
+        )
+        return F.struct(value.dropFields("_corrupt").alias("value"), error.alias("error"))
+
+    return parse
+
+
+def _decoded(type_: Any, kind: Any) -> Callable[[Column], Column]:
+    shipped = dumps(type_)
+    value = arrow_type(kind.json())
+
+    def parse(data: pa.Array) -> pa.Array:
+        from settled import codec
+        from settled.settlement import describe
+
+        decode = codec.decoder(loads(shipped))
+        values: list[Any] = []
+        errors: list[str | None] = []
+        for raw in data.to_pylist():
+            try:
+                values.append(to_plain(decode(raw, {})))
+                errors.append(None)
+            except Exception as error:  # a bad payload is the message's fault, whatever it raises
+                values.append(None)
+                errors.append(describe(error))
+        arrays = [pa.array(values, value), pa.array(errors, pa.string())]
+        return pa.StructArray.from_arrays(arrays, names=["value", "error"])
+
+    parse.__annotations__ = {"data": pa.Array, "return": pa.Array}
+    returns = StructType([StructField("value", kind), StructField("error", StringType())])
+    make: Any = arrow_udf
+    return cast("Callable[[Column], Column]", make(parse, returns))
+
+
+def _job(handler: Callable[..., Any], origin: Origin, result: Any, policy: Policy) -> Job:
+    kind = None if result is None else spark_type(result).json()
+    job = Job(handler, policy, names_of(handler), origin.queue, origin.group, origin.in_order, kind)
+    job.subscription()  # what cannot work is said here, not on an executor
+    return job
+
+
+def policy_of(options: PolicyOptions) -> Policy:
+    """A policy of keywords, as a subscriber takes them."""
+    return Policy(**options)  # type: ignore[arg-type]
+
+
+def attempt(handler: Callable[..., Any], *, result: Any = None, **policy: Unpack[PolicyOptions]) -> Transform:
+    """A transformation that runs the handler on each row and adds `outcome`, `delay`, `error` and `result`.
+
+    The handler is one that a pump could run: the same signature, signals and decorators, and the same policy
+    by keyword. `result` is the type of what it returns (a Struct, a dataclass, a Spark schema); without one,
+    results are JSON.
+    """
+
+    def transform(df: DataFrame) -> DataFrame:
+        origin = Origin.of(df)
+        job = _job(handler, origin, result, policy_of(policy))
+        kind = BinaryType() if job.result is None else spark_type(result)
+        data = "data" if "data" in df.columns else "payload"
+        columns = ["lane", "sequence", "attempt", "headers", "message_id", "partition", "created_at", data]
+        udf = _attempting(dumps(job), kind)
+        own = [name for name in df.columns if name not in ("outcome", "delay", "error", "result")]
+        return df.select(*own, udf(*columns).alias("_attempt")).select(
+            *own, "_attempt.outcome", "_attempt.delay", "_attempt.error", "_attempt.result"
+        )
+
+    return transform
+
+
+def _attempting(shipped: str, kind: Any) -> Any:
+    from collections.abc import Iterator
+
+    returns = StructType(
+        [
+            StructField("outcome", StringType()),
+            StructField("delay", DoubleType()),
+            StructField("error", StringType()),
+            StructField("result", kind),
+        ]
+    )
+
+    def run(batches: Any) -> Any:
+        attempts = Attempts(loads(shipped))
+        result = arrow_type(loads(shipped).result)
+        for columns in batches:
+            done = attempts.run(_rows(*columns))
+            yield pa.StructArray.from_arrays(outcome_arrays(done, result), names=returns.names)
+
+    run.__annotations__ = {"batches": Iterator[tuple[pa.Array, ...]], "return": Iterator[pa.Array]}
+    make: Any = arrow_udf
+    return make(run, returns).asNondeterministic()
+
+
+def _rows(
+    lanes: pa.Array,
+    seqs: pa.Array,
+    attempts: pa.Array,
+    headers: pa.Array,
+    ids: pa.Array,
+    partitions: pa.Array,
+    created: pa.Array,
+    data: pa.Array,
+) -> Rows:
+    import numpy as np
+
+    buffers = data.buffers()
+    offsets = np.frombuffer(buffers[1], np.int32, len(data) + 1, 4 * data.offset)
+    counts = attempts.to_numpy()
+    return Rows(
+        lanes=lanes.to_numpy().tolist(),
+        blob=buffers[2].to_pybytes() if buffers[2] is not None else b"",
+        offsets=offsets.tolist(),
+        seqs=seqs.to_numpy(),
+        attempts=counts.tolist() if len(counts) and counts.max() > 1 else None,
+        headers=None
+        if headers.null_count == len(headers)
+        else [dict(h) if h else None for h in headers.to_pylist()],
+        ids=lambda i: ids[i].as_py(),
+        created=lambda i: created[i].as_py(),
+        partition=lambda i: partitions[i].as_py(),
+    )
+
+
+def settle(df: DataFrame, to: str | None = None) -> DataStreamWriter:
+    """A stream writer that settles each batch in one transaction; `start()` it.
+
+    A row is settled by its `outcome`; a row that was dropped on the way is acknowledged. With `to`, the
+    `result` of each acknowledged row is pushed to that queue, to the partition in `to_partition` or else its
+    own, in the same transaction.
+    """
+    rows, options = _settling(df, to)
+    return rows.writeStream.format("settled").outputMode("append").options(**options)
+
+
+def settle_batch(df: DataFrame, batch_id: int | None = None, to: str | None = None) -> None:
+    """Settle the rows of one batch: the last thing a `foreachBatch` function does, after its own writing.
+
+    Rows are computed anew for each use: `persist()` the DataFrame first, or the handler runs twice.
+    """
+    rows, options = _settling(df, to)
+    rows.write.format("settled").mode("append").options(**options).save()
+
+
+def _settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]:
+    origin = Origin.of(df)
+    have = set(df.columns)
+    missing = {
+        "lane",
+        "sequence",
+        "batch",
+        "message_id",
+        "transaction_id",
+        "created_at",
+        "headers",
+        "payload",
+    } - have
+    if missing:
+        raise Conflict(
+            f"settle() needs the column {sorted(missing)[0]!r}: keep it, it goes into the dead letter"
+        )
+    data = F.col("data" if "data" in have else "payload")
+    outcome = F.coalesce(F.col("outcome"), F.lit(ACK)) if "outcome" in have else F.lit(ACK)
+    failed = outcome != ACK
+    columns = [
+        F.col("lane"),
+        F.col("sequence"),
+        F.col("batch"),
+        outcome.alias("outcome"),
+        (F.col("delay").cast("double") if "delay" in have else F.lit(None).cast("double")).alias("delay"),
+        (F.col("error").cast("string") if "error" in have else F.lit(None).cast("string")).alias("error"),
+        *(
+            F.when(failed, F.col(name)).alias(name)
+            for name in ("message_id", "transaction_id", "created_at", "headers")
+        ),
+        F.when(failed, data).alias("payload"),
+    ]
+    options = origin.options()
+    if to is None:
+        return df.where(failed).select(*columns), options
+    if to == origin.queue:
+        raise BadRequest("to", to, "is the queue that is read: a message would go round for ever")
+    if "result" not in have:
+        raise ConfigurationError(
+            f"settle(to={to!r}) pushes the column `result`: add one, or attempt() a handler that returns"
+        )
+    partition = F.col("to_partition") if "to_partition" in have else F.col("partition")
+    push = F.when(~failed, _as_bytes(df))
+    columns += [F.when(~failed, partition).alias("to_partition"), push.alias("push")]
+    rows = df.select(*columns).where((F.col("outcome") != ACK) | F.col("push").isNotNull())
+    return rows, options | {"to": to}
+
+
+def _as_bytes(df: DataFrame) -> Column:
+    kind = df.schema["result"].dataType
+    if isinstance(kind, BinaryType):
+        return F.col("result")
+    if isinstance(kind, StructType):
+        return F.to_json("result").cast("binary")
+    return F.to_json(F.struct(F.col("result").alias("v"))).substr(6, 2**31 - 1).cast("binary")
+
+
+def settle_each(
+    df: DataFrame, write: Callable[[DataFrame, int], None], to: str | None = None
+) -> DataStreamWriter:
+    """A stream writer that calls `write(rows, number)` for each batch and then settles it.
+
+    The handler runs once. `number` is the batch's own: it stays the same when a batch is repeated after a
+    crash, so write under it (a directory, a key, a Delta transaction) and overwrite. A batch that is settled
+    is not repeated.
+    """
+
+    def both(rows: DataFrame, batch_id: int) -> None:
+        rows.persist()
+        try:
+            first = rows.select("batch").first()
+            if first is not None:
+                write(rows, first["batch"])
+            settle_batch(rows, batch_id, to)
+        finally:
+            rows.unpersist()
+
+    return df.writeStream.foreachBatch(both).outputMode("append")

@@ -1,0 +1,1 @@
+"""Whole jobs on Spark: run a handler, export, report, redrive, and the demonstration."""

@@ -1,0 +1,263 @@
+"""A report's figures as one HTML file with drawings in it; it needs nothing from anywhere."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from html import escape
+from importlib import resources
+from typing import Any
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 960, 240, 64, 28, 12, 12
+COLOURS = {"acked": "#2f7d5b", "retried": "#d9932b", "released": "#7a8aa0", "dead": "#b8383d"}
+LINES = {"p50": "#2f7d5b", "p90": "#d9932b", "p99": "#b8383d"}
+
+
+def render(figures: dict[str, Any]) -> str:
+    """The whole page."""
+    template = resources.files("settled.spark.jobs").joinpath("page.html").read_text(encoding="utf-8")
+    span = (
+        f"{_when(figures['from'])} to {_when(figures['to'])}"
+        if figures["from"]
+        else "nothing was settled yet"
+    )
+    parts = {
+        "TITLE": escape(f"Queue {figures['queue']}" if figures["queue"] else "All queues"),
+        "SPAN": escape(span),
+        "MADE": escape(_when(figures["made_at"])),
+        "TILES": _tiles(figures),
+        "ALERTS": _alerts(figures["alerts"]),
+        "THROUGHPUT": _stacked(figures["throughput"], figures["bucket_seconds"]),
+        "LATENCY": _lines(figures["latency"], figures["bucket_seconds"]),
+        "REDELIVERIES": _bars(
+            [(r["reason"], r["count"], r["source"]) for r in figures["redeliveries"]], "#d9932b"
+        ),
+        "RETRIES": _bars(
+            [
+                (f"after {r['attempts']} failed attempt{'s' * (r['attempts'] > 1)}", r["count"], "")
+                for r in figures["retries_to_success"]
+            ],
+            "#2f7d5b",
+        ),
+        "DEAD": _dead(figures["dead_letters"]["errors"]),
+        "LAG": _lag(figures["lag"]),
+    }
+    for name, value in parts.items():
+        template = template.replace(f"@{name}@", value)
+    return template
+
+
+def _when(text: str | None) -> str:
+    return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if text else ""
+
+
+def _tiles(figures: dict[str, Any]) -> str:
+    totals = figures["totals"]
+    settled = totals["acked"] + totals["dead"]
+    share = f"{100 * totals['acked'] / settled:.2f} % of what is settled" if settled else ""
+    waiting = sum(r["waiting"] + r["failing"] for r in figures["lag"])
+    tiles = [
+        ("acknowledged", totals["acked"], share, COLOURS["acked"]),
+        ("tried again", totals["retried"], "failed attempts that came again", COLOURS["retried"]),
+        ("dead letters", totals["dead"], "never again, kept with their error", COLOURS["dead"]),
+        ("released", totals["released"], "given back, no attempt counted", COLOURS["released"]),
+        ("waiting now", waiting, "over all groups", "#3d4b5f"),
+    ]
+    return "".join(
+        f'<div class="tile"><b style="color:{colour}">{value:,}</b><span>{name}</span>'
+        f"<small>{escape(note)}</small></div>"
+        for name, value, note, colour in tiles
+    )
+
+
+def _alerts(alerts: list[dict[str, Any]]) -> str:
+    rows = []
+    for alert in alerts:
+        state = "fired" if alert["fired"] else "quiet"
+        when = f"first at {_when(alert['fired'][0])}" if alert["fired"] else "never"
+        rows.append(
+            f'<tr><td><i class="{state}">{state}</i></td><td><b>{escape(alert["name"])}</b><br>'
+            f"{escape(alert['text'])}</td>"
+            f'<td class="n">{alert["worst_rate"]:,.1f}/min</td><td>{escape(when)}</td></tr>'
+        )
+    return (
+        "<table><tr><th></th><th>rule</th><th class='n'>worst rate</th><th>fired</th></tr>"
+        + "".join(rows)
+        + "</table>"
+    )
+
+
+def _scale(top: float) -> tuple[float, list[float]]:
+    """A round maximum and the lines to draw."""
+    if top <= 0:
+        return 1.0, [0.0, 1.0]
+    step = (
+        10.0 ** (len(str(int(top))) - 1)
+        if top >= 1
+        else 10.0 ** -next(i for i in range(1, 12) if top * 10**i >= 1)
+    )
+    for factor in (0.2, 0.5, 1, 2, 5):
+        if top / (step * factor) <= 5:
+            step *= factor
+            break
+    count = int(-(-top // step))
+    return step * count, [step * i for i in range(count + 1)]
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def _frame(times: list[float], lines: list[float], top: float, unit: str) -> str:
+    parts = []
+    for value in lines:
+        y = _y(value, top)
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" class="tick" text-anchor="end">'
+            f"{_short(value)}{unit}</text>"
+        )
+    last = -1e9
+    for time in times:
+        x = _x(time, times)
+        if x - last >= 110:
+            last = x
+            span = times[-1] - times[0]
+            shape = "%H:%M:%S" if span < 7200 else "%d %b %H:%M"
+            text = datetime.fromtimestamp(time, UTC).strftime(shape)
+            parts.append(
+                f'<text x="{x:.1f}" y="{HEIGHT - 8}" class="tick" text-anchor="middle">{text}</text>'
+            )
+    return "".join(parts)
+
+
+def _x(time: float, times: list[float]) -> float:
+    """The middle of a time's slot."""
+    inner = WIDTH - LEFT - RIGHT
+    slots = len(times)
+    return LEFT + inner * (times.index(time) + 0.5) / slots
+
+
+def _y(value: float, top: float) -> float:
+    return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * value / top
+
+
+def _steps(rows: list[dict[str, Any]], width: float) -> list[float]:
+    """All slots from the first to the last, also those in which nothing happened."""
+    first, last = rows[0]["t"], rows[-1]["t"]
+    count = round((last - first) / width) + 1
+    return [first + i * width for i in range(count)]
+
+
+def _key(time: float, width: float) -> int:
+    return round(time / width)
+
+
+def _stacked(rows: list[dict[str, Any]], width: float) -> str:
+    if not rows:
+        return _nothing("Nothing was settled in this time.")
+    times = _steps(rows, width)
+    found = {_key(r["t"], width): r for r in rows}
+    top, lines = _scale(max(sum(r[k] for k in COLOURS) for r in rows) / width)
+    thick = max(1.0, (WIDTH - LEFT - RIGHT) / len(times) * 0.82)
+    bars = []
+    for time in times:
+        row, base = found.get(_key(time, width)), 0.0
+        for kind, colour in COLOURS.items() if row else ():
+            value = row[kind] / width  # type: ignore[index]
+            if value:
+                high, low = _y(base + value, top), _y(base, top)
+                tip = f"{datetime.fromtimestamp(time, UTC):%H:%M:%S}: {row[kind]:,} {kind}"  # type: ignore[index]
+                bars.append(
+                    f'<rect x="{_x(time, times) - thick / 2:.1f}" y="{high:.1f}" width="{thick:.1f}" '
+                    f'height="{max(low - high, 0.6):.1f}" fill="{colour}"><title>{tip}</title></rect>'
+                )
+                base += value
+    return _svg(_frame(times, lines, top, "/s") + "".join(bars)) + _legend(COLOURS)
+
+
+def _lines(rows: list[dict[str, Any]], width: float) -> str:
+    if not rows:
+        return _nothing("No settlement was timed.")
+    times = _steps(rows, width)
+    top, lines = _scale(max(r["p99"] for r in rows))
+    near = {_key(t, width): t for t in times}
+    drawn = []
+    for name, colour in LINES.items():
+        points = [(_x(near[_key(r["t"], width)], times), _y(r[name], top), r) for r in rows]
+        drawn.append(
+            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)}" stroke="{colour}"/>'
+        )
+        drawn += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
+            f"<title>{name}: {r[name]:.3f} s</title></circle>"
+            for x, y, r in points
+        ]
+    return _svg(_frame(times, lines, top, " s") + "".join(drawn)) + _legend(LINES)
+
+
+def _svg(inner: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{inner}</svg>'
+
+
+def _legend(colours: dict[str, str]) -> str:
+    return (
+        '<p class="legend">'
+        + "".join(f'<span><i style="background:{c}"></i>{n}</span>' for n, c in colours.items())
+        + "</p>"
+    )
+
+
+def _bars(rows: list[tuple[str, int, str]], colour: str) -> str:
+    if not rows:
+        return _nothing("None.")
+    top = max(count for _, count, _ in rows)
+    return (
+        '<div class="bars">'
+        + "".join(
+            f'<div class="name" title="{escape(name)}">{escape(name)}<small>{escape(note)}</small></div>'
+            f'<div class="track"><i style="width:{max(100 * count / top, 0.5):.1f}%;'
+            f'background:{colour}"></i></div>'
+            f'<div class="n">{count:,}</div>'
+            for name, count, note in rows
+        )
+        + "</div>"
+    )
+
+
+def _dead(errors: list[dict[str, Any]]) -> str:
+    if not errors:
+        return _nothing("No dead letters.")
+    rows = "".join(
+        f"<tr><td><b>{escape(e['error'])}</b><br>"
+        f"<small>for example: {escape(e['example'] or '')}</small></td>"
+        f"<td>{escape(e['queue'])}<br><small>{escape(e['consumer_group'])}</small></td>"
+        f'<td class="n">{e["count"]:,}</td>'
+        f'<td class="n">{e["attempts"]}</td><td>{escape(_when(e["last"]))}</td></tr>'
+        for e in errors
+    )
+    return (
+        "<table><tr><th>error</th><th>queue, group</th><th class='n'>count</th><th class='n'>attempts</th>"
+        "<th>last</th></tr>" + rows + "</table>"
+    )
+
+
+def _lag(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return _nothing("Not known: this report was made from files, or no group has read yet.")
+    body = "".join(
+        f"<tr><td>{escape(r['queue'])}</td><td>{escape(r['consumer_group'])}</td>"
+        f'<td class="n">{r["partitions"]}</td>'
+        f'<td class="n">{r["waiting"]:,}</td><td class="n">{r["failing"]:,}</td></tr>'
+        for r in rows
+    )
+    return (
+        "<table><tr><th>queue</th><th>group</th><th class='n'>partitions</th><th class='n'>waiting</th>"
+        "<th class='n'>to be retried</th></tr>" + body + "</table>"
+    )
+
+
+def _nothing(text: str) -> str:
+    return f'<p class="nothing">{text}</p>'

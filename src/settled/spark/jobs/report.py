@@ -1,0 +1,257 @@
+"""What happened to the messages: figures computed on Spark, as a page for people and as JSON."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from pyspark.sql import functions as F  # noqa: N812
+
+from settled.queue.manifest import Link
+from settled.spark.jobs.export import EPOCH, query, table
+from settled.spark.jobs.page import render
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BUCKETS = 60
+FIGURES = "figures"
+
+# name, what is counted, events a minute, over so many minutes: the thresholds of the router's runbook.
+RULES = (
+    (
+        "HighRetryRate",
+        "retries",
+        10.0,
+        5,
+        "more than 10 retries a minute for 5 minutes: whatever is called is overloaded",
+    ),
+    ("RetryExhausted", "exhausted", 0.0, 1, "messages ran out of attempts: whatever is called is away"),
+    (
+        "HighFailureRate",
+        "dead",
+        5.0,
+        5,
+        "more than 5 dead letters a minute for 5 minutes: look at their errors",
+    ),
+)
+
+
+def write_report(
+    spark: SparkSession,
+    source: str | Path,
+    target: Path,
+    *,
+    queue: str | None = None,
+    hours: float | None = None,
+) -> dict[str, Any]:
+    """Write `target` (HTML) and its figures beside it (.json), of a database's address or an export."""
+    figures = compute(spark, source, queue, hours)
+    target.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
+    target.write_text(render(figures), encoding="utf-8")
+    return figures
+
+
+def compute(
+    spark: SparkSession, source: str | Path, queue: str | None, hours: float | None
+) -> dict[str, Any]:
+    """All figures of a report."""
+    now = datetime.now(UTC)
+    since = EPOCH if hours is None else now - timedelta(hours=hours)
+    lag: list[dict[str, Any]] = []
+    if isinstance(source, str) and "://" in source:
+        with Link(source) as link:
+            until = query(link, "horizon")[0]["at"]
+            settlements = table(spark, link, "settlements", since, until, queue)
+            dead = table(spark, link, "dead_letters", since, until, queue)
+            lag = query(link, "lag", queue=queue)
+    else:
+        settlements = _exported(spark, Path(source) / "settlements", since, queue)
+        dead = _exported(spark, Path(source) / "dead_letters", since, queue)
+    settlements, dead = settlements.persist(), dead.persist()
+    try:
+        return _figures(settlements, dead, lag, now, queue)
+    finally:
+        settlements.unpersist()
+        dead.unpersist()
+
+
+def _exported(spark: SparkSession, folder: Path, since: datetime, queue: str | None) -> DataFrame:
+    df = spark.read.parquet(str(folder)).where(F.col("at") >= F.lit(since))
+    return df.where(F.col("queue") == queue) if queue else df
+
+
+def _figures(
+    settlements: DataFrame, dead: DataFrame, lag: list[dict[str, Any]], now: datetime, queue: str | None
+) -> dict[str, Any]:
+    span = settlements.agg(
+        F.min("at"), F.max("at"), F.sum(F.when(F.col("kind") != "seek", F.col("messages")))
+    ).first()
+    first, last = (span[0], span[1]) if span is not None else (None, None)
+    seconds = max((last - first).total_seconds(), 1.0) if first is not None and last is not None else 1.0
+    width = _nice(seconds / BUCKETS)
+    kinds = {
+        r["kind"]: r["n"] for r in settlements.groupBy("kind").agg(F.sum("messages").alias("n")).collect()
+    }
+    errors = _classes(dead)
+    return {
+        "made_at": now.isoformat(timespec="seconds"),
+        "queue": queue,
+        "from": first.isoformat(timespec="seconds") if first is not None else None,
+        "to": last.isoformat(timespec="seconds") if last is not None else None,
+        "totals": {
+            "acked": kinds.get("settled", 0) + kinds.get("auto_ack", 0),
+            "retried": kinds.get("failed", 0),
+            "released": kinds.get("released", 0),
+            "dead": kinds.get("dead", 0),
+        },
+        "bucket_seconds": width,
+        "throughput": _throughput(settlements, width),
+        "latency": _latency(settlements, width),
+        "redeliveries": _redeliveries(settlements),
+        "retries_to_success": _retries(settlements, dead),
+        "dead_letters": {"errors": errors, "total": sum(e["count"] for e in errors)},
+        "lag": lag,
+        "alerts": _alerts(settlements),
+    }
+
+
+def _nice(seconds: float) -> float:
+    steps = (
+        0.1,
+        0.2,
+        0.5,
+        1,
+        2,
+        5,
+        10,
+        15,
+        30,
+        60,
+        120,
+        300,
+        600,
+        900,
+        1800,
+        3600,
+        7200,
+        14400,
+        43200,
+        86400,
+    )
+    return next((step for step in steps if step >= seconds), math.ceil(seconds / 86400) * 86400.0)
+
+
+def _bucket(width: float) -> Any:
+    return (F.floor(F.col("at").cast("double") / width) * width).alias("t")
+
+
+def _throughput(settlements: DataFrame, width: float) -> list[dict[str, Any]]:
+    rows = settlements.groupBy(_bucket(width)).pivot(
+        "kind", ["settled", "auto_ack", "failed", "released", "dead"]
+    )
+    return [
+        {
+            "t": r["t"],
+            "acked": (r["settled"] or 0) + (r["auto_ack"] or 0),
+            "retried": r["failed"] or 0,
+            "released": r["released"] or 0,
+            "dead": r["dead"] or 0,
+        }
+        for r in rows.sum("messages").orderBy("t").collect()
+    ]
+
+
+def _latency(settlements: DataFrame, width: float) -> list[dict[str, Any]]:
+    timed = settlements.where("kind = 'settled' and seconds is not null and messages > 0")
+    cut = F.expr("percentile(seconds, array(0.5, 0.9, 0.99), messages)")
+    rows = timed.groupBy(_bucket(width)).agg(cut.alias("p")).orderBy("t").collect()
+    return [{"t": r["t"], "p50": r["p"][0], "p90": r["p"][1], "p99": r["p"][2]} for r in rows]
+
+
+def normalised(error: Any) -> Any:
+    """An error without what differs from message to message."""
+    text = F.coalesce(error, F.lit("no error given"))
+    for pattern, to in (
+        (r"[0-9a-fA-F]{8}-[0-9a-fA-F-]{27}", "<id>"),
+        (r"'[^']*'|\"[^\"]*\"", "'…'"),
+        (r"\b\w*\d\w*\b", "#"),
+    ):
+        text = F.regexp_replace(text, pattern, to)
+    return F.substring(text, 1, 200)
+
+
+def _redeliveries(settlements: DataFrame) -> list[dict[str, Any]]:
+    again = settlements.where("kind in ('failed', 'released')")
+    reason = F.when(F.col("kind") == "released", F.coalesce(normalised(F.col("error")), F.lit("held back")))
+    reason = F.when(
+        (F.col("kind") == "released") & F.col("error").isNull(), F.lit("released: held back behind another")
+    ).otherwise(F.coalesce(reason, normalised(F.col("error"))))
+    rows = again.groupBy(
+        reason.alias("reason"), F.concat_ws("/", "queue", "consumer_group").alias("source")
+    ).agg(F.sum("messages").alias("count"))
+    return [r.asDict() for r in rows.orderBy(F.desc("count")).limit(20).collect()]
+
+
+def _retries(settlements: DataFrame, dead: DataFrame) -> list[dict[str, Any]]:
+    failed = (
+        settlements.where("kind = 'failed'")
+        .groupBy("lane_id", "consumer_group", F.col("first_sequence").alias("sequence"))
+        .agg(F.max("attempts").alias("attempts"))
+    )
+    alive = failed.join(
+        dead.select("lane_id", "consumer_group", "sequence"),
+        ["lane_id", "consumer_group", "sequence"],
+        "left_anti",
+    )
+    return [r.asDict() for r in alive.groupBy("attempts").count().orderBy("attempts").collect()]
+
+
+def _classes(dead: DataFrame) -> list[dict[str, Any]]:
+    rows = dead.groupBy(normalised(F.col("error")).alias("error"), "queue", "consumer_group").agg(
+        F.count("*").alias("count"),
+        F.max("at").alias("last"),
+        F.first("error").alias("example"),
+        F.max("attempts").alias("attempts"),
+    )
+    return [
+        {**r.asDict(), "last": r["last"].isoformat(timespec="seconds")}
+        for r in rows.orderBy(F.desc("count")).limit(50).collect()
+    ]
+
+
+def _alerts(settlements: DataFrame) -> list[dict[str, Any]]:
+    minute = F.floor(F.col("at").cast("double") / 60).alias("minute")
+    counted = settlements.groupBy(minute).agg(
+        F.sum(F.when(F.col("kind") == "failed", F.col("messages")).otherwise(0)).alias("retries"),
+        F.sum(F.when(F.col("kind") == "dead", F.col("messages")).otherwise(0)).alias("dead"),
+        F.sum(
+            F.when((F.col("kind") == "dead") & (F.col("attempts") > 1), F.col("messages")).otherwise(0)
+        ).alias("exhausted"),
+    )
+    minutes = {int(r["minute"]): r for r in counted.collect()}
+    return [_evaluate(minutes, *rule) for rule in RULES]
+
+
+def _evaluate(
+    minutes: dict[int, Any], name: str, what: str, threshold: float, window: int, text: str
+) -> dict[str, Any]:
+    """Whether the rate was over the threshold in each of so many minutes on end, and when."""
+    fired, streak, worst = [], 0, 0.0
+    for minute in range(min(minutes, default=0), max(minutes, default=-1) + 1):
+        rate = sum(minutes[m][what] for m in range(minute - window + 1, minute + 1) if m in minutes) / window
+        worst = max(worst, rate)
+        streak = streak + 1 if rate > threshold else 0
+        if streak == window:
+            fired.append(datetime.fromtimestamp((minute + 1) * 60, UTC).isoformat(timespec="seconds"))
+    return {
+        "name": name,
+        "fired": fired,
+        "worst_rate": worst,
+        "threshold": threshold,
+        "minutes": window,
+        "text": text,
+    }

@@ -1,0 +1,86 @@
+"""Run one handler over a queue on Spark until it is told to stop, or until nothing is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from settled.queue.manifest import Link
+from settled.spark.frames import read_queue, settle, settle_each
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: what its batches came to, what waits, and how fast it goes."""
+
+    batches: int
+    messages: int
+    acked: int
+    retried: int
+    dead: int
+    released: int
+    pushed: int
+    waiting: int
+    failing: int
+    seconds: float
+
+    def line(self) -> str:
+        """All of it in a line."""
+        speed = self.messages / self.seconds if self.seconds else 0
+        return (
+            f"{speed:,.0f} msg/s  acked {self.acked:,}  retried {self.retried:,}  dead {self.dead:,}  "
+            f"released {self.released:,}  lag {self.waiting:,} + {self.failing:,} to be retried"
+        )
+
+
+def run(
+    spark: SparkSession,
+    handler: Callable[..., Any],
+    queue: str,
+    group: str,
+    checkpoint: str,
+    *,
+    url: str,
+    to: str | None = None,
+    write: Callable[[DataFrame, int], None] | None = None,
+    until_empty: bool = False,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    every: float = 1.0,
+    **options: Any,
+) -> Progress:
+    """Attempt and settle; with `write`, each batch is also given to that function before it is settled.
+
+    Ends when the query is stopped, or with `until_empty` when nothing waits and nothing is to be retried.
+    """
+    with Link(url) as link:
+        df = read_queue(spark, queue, group, url=url, handler=handler, **options)
+        after = _newest(link, queue, group)
+        writer = settle(df, to) if write is None else settle_each(df, write, to)
+        started = time.monotonic()
+        query: StreamingQuery = writer.option("checkpointLocation", checkpoint).start()
+        try:
+            while True:
+                query.awaitTermination(every)  # type: ignore[arg-type]
+                progress = _progress(link, queue, group, after, time.monotonic() - started)
+                on_progress(progress)
+                if not query.isActive or (until_empty and not progress.waiting and not progress.failing):
+                    return progress
+        finally:
+            query.stop()
+
+
+def _newest(link: Link, queue: str, group: str) -> int:
+    rows = link.rows("find_reader", queue=queue, group=group)
+    return rows[0]["newest"] if rows else 0
+
+
+def _progress(link: Link, queue: str, group: str, after: int, seconds: float) -> Progress:
+    totals = link.rows("totals", queue=queue, group=group, after=after)[0]
+    lag = link.rows("lag", queue=queue, group=group) or [{"waiting": 1, "failing": 0}]
+    return Progress(**totals, **lag[0], seconds=seconds)

