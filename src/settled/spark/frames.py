@@ -81,6 +81,7 @@ def read_queue(
     payload: Any = bytes,
     handler: Callable[..., Any] | None = None,
     result: Any = None,
+    only_failures: bool = False,
     streaming: bool = True,
     max_rows: int | None = 500_000,
     lease_seconds: int = 60,
@@ -93,7 +94,8 @@ def read_queue(
 
     `payload` is how the column of that name looks: `bytes`, `str`, a Struct, a dataclass or a Spark schema; a
     row that does not parse has the outcome `invalid`. With a `handler` the rows come attempted, which is the
-    fast path of `attempt(handler)`. `max_rows` bounds a batch. `starting` is "earliest", "latest" or a time,
+    fast path of `attempt(handler)`; with `only_failures` those that are acknowledged do not come at all, for
+    handlers without a result. `max_rows` bounds a batch. `starting` is "earliest", "latest" or a time,
     for a new group.
     """
     url = url or os.environ.get("SETTLED_URL", "")
@@ -103,6 +105,8 @@ def read_queue(
         "tasks": str(tasks or _parallelism(spark)),
         "startingPosition": starting,
     }
+    if only_failures:
+        options["emit"] = "failures"
     if handler is not None:
         options["handler"] = dumps(_job(handler, origin, result, policy_of(policy)))
     reader = (spark.readStream if streaming else spark.read).format("settled")
