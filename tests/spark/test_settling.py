@@ -445,6 +445,17 @@ def test_without_a_group_the_log_is_only_looked_at(spark: SparkSession, shop: Sh
     assert len(shop.pop_all(queue)) == 3
 
 
+def test_a_password_stays_out_of_what_is_written(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
+    queue = shop.queue()
+    shop.push(queue, orders("good"))
+    url = shop.dsn.replace("settled@", "settled:s3cret@")
+    df = read_queue(spark, queue, "g", url=url, streaming=False, handler=charge)
+    df.write.parquet(str(tmp_path / "rows"))
+    assert not any(b"s3cret" in file.read_bytes() for file in (tmp_path / "rows").iterdir())
+    settle_batch(df)
+    assert shop.totals(queue)["acked"] == 1
+
+
 def test_a_new_group_may_start_at_the_end(spark: SparkSession, shop: Shop, run: Run) -> None:
     queue = shop.queue()
     shop.push(queue, orders("good good"), lanes=1)
