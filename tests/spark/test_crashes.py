@@ -251,6 +251,8 @@ def test_on_a_cluster_an_executor_may_be_killed(shop: Shop, tmp_path: Path) -> N
             "spark.executor.memory": "600m",
             "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
             "spark.executorEnv.PYTHONPATH": str(Path.cwd()),
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
         }
         told = plan(shop, tmp_path, "pause", master=url, conf=conf)
         with driver(told) as process:

@@ -127,6 +127,18 @@ def test_the_last_attempt_on_a_queue_in_order_loses_nothing_behind_it(
     assert shop.lag(queue) == (0, 0)
 
 
+def test_only_failures_may_be_read_and_the_rest_is_acknowledged(
+    spark: SparkSession, shop: Shop, run: Run
+) -> None:
+    queue = shop.queue(retryLimit=2)
+    shop.push(queue, orders("good poison flaky nonsense " + "good " * 46), lanes=3)
+    for _ in range(2):
+        run(attempted("fused", spark, shop, queue, only_failures=True))
+    assert shop.totals(queue) == {"messages": 51, "acked": 48, "retried": 1, "dead": 2, "batches": 2}
+    assert {d.payload for d in shop.dead(queue)} == {b'{"id":1,"kind":"poison"}', b"{nonsense"}
+    assert shop.lag(queue) == (0, 0)
+
+
 def test_rows_of_pure_sql_settle_by_their_columns(spark: SparkSession, shop: Shop, run: Run) -> None:
     queue = shop.queue()
     shop.push(queue, [{"id": i, "amount": i - 2} for i in range(6)], lanes=1)
@@ -431,6 +443,17 @@ def test_without_a_group_the_log_is_only_looked_at(spark: SparkSession, shop: Sh
     assert rows[0].payload == '{"id":0,"kind":"good"}'
     assert rows[0].queue == queue
     assert len(shop.pop_all(queue)) == 3
+
+
+def test_a_password_stays_out_of_what_is_written(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
+    queue = shop.queue()
+    shop.push(queue, orders("good"))
+    url = shop.dsn.replace("settled@", "settled:s3cret@")
+    df = read_queue(spark, queue, "g", url=url, streaming=False, handler=charge)
+    df.write.parquet(str(tmp_path / "rows"))
+    assert not any(b"s3cret" in file.read_bytes() for file in (tmp_path / "rows").iterdir())
+    settle_batch(df)
+    assert shop.totals(queue)["acked"] == 1
 
 
 def test_a_new_group_may_start_at_the_end(spark: SparkSession, shop: Shop, run: Run) -> None:

@@ -94,6 +94,12 @@ class Attempted:
     failed: dict[int, Outcome] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
 
+    def only_failed(self) -> Attempted:
+        """Those that were not acknowledged, by themselves."""
+        return Attempted(
+            dict(enumerate(self.failed[i] for i in sorted(self.failed))), [None] * len(self.failed)
+        )
+
 
 class _RowDelivery(Delivery):
     """A row as a delivery; its facts are looked up when they are asked for."""

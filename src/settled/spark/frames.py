@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import pyarrow as pa
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 
 Transform = Callable[[DataFrame], DataFrame]
 MARK = "settled"
+_known: dict[str, Origin] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a DataFrame's rows come from; kept in the metadata of its column `batch`."""
+    """Where a DataFrame's rows come from; its column `batch` says so, but for the password."""
 
     url: str
     queue: str
@@ -49,11 +51,20 @@ class Origin:
         if "batch" in df.columns:
             found = df.schema["batch"].metadata.get(MARK)
             if found is not None:
-                return cls(**json.loads(found))
+                marked = cls(**json.loads(found))
+                return _known.get(marked.holder) or replace(
+                    marked, url=os.environ.get("SETTLED_URL", marked.url)
+                )
         raise Conflict(
             "this DataFrame does not come from read_queue(), or lost its column `batch`: keep the columns "
             "lane, sequence and batch up to settle()"
         )
+
+    def mark(self) -> dict[str, str]:
+        """Metadata for the column `batch`; it may end up in files, so the password stays here."""
+        _known[self.holder] = self
+        shown = {name: getattr(self, name) for name in Origin.__slots__}
+        return {MARK: json.dumps({**shown, "url": re.sub(r"(//[^:/@]*):[^@]*@", r"\1@", self.url)})}
 
     @property
     def in_order(self) -> bool:
@@ -81,6 +92,7 @@ def read_queue(
     payload: Any = bytes,
     handler: Callable[..., Any] | None = None,
     result: Any = None,
+    only_failures: bool = False,
     streaming: bool = True,
     max_rows: int | None = 500_000,
     lease_seconds: int = 60,
@@ -93,7 +105,8 @@ def read_queue(
 
     `payload` is how the column of that name looks: `bytes`, `str`, a Struct, a dataclass or a Spark schema; a
     row that does not parse has the outcome `invalid`. With a `handler` the rows come attempted, which is the
-    fast path of `attempt(handler)`. `max_rows` bounds a batch. `starting` is "earliest", "latest" or a time,
+    fast path of `attempt(handler)`; with `only_failures` those that are acknowledged do not come at all, for
+    handlers without a result. `max_rows` bounds a batch. `starting` is "earliest", "latest" or a time,
     for a new group.
     """
     url = url or os.environ.get("SETTLED_URL", "")
@@ -103,11 +116,13 @@ def read_queue(
         "tasks": str(tasks or _parallelism(spark)),
         "startingPosition": starting,
     }
+    if only_failures:
+        options["emit"] = "failures"
     if handler is not None:
         options["handler"] = dumps(_job(handler, origin, result, policy_of(policy)))
     reader = (spark.readStream if streaming else spark.read).format("settled")
     df = reader.options(**options).load()
-    df = df.withMetadata("batch", {MARK: json.dumps({n: getattr(origin, n) for n in Origin.__slots__})})
+    df = df.withMetadata("batch", origin.mark())
     return df if handler is not None else _with_payload(df, payload)
 
 

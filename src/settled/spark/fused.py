@@ -61,5 +61,9 @@ def read_attempted(
     result = arrow_type(job.result)
     for slice_ in rows.slices(link, ranges):
         done = attempts.run(as_rows(slice_))
+        if settings.emit == "failures":
+            if not done.failed:
+                continue
+            slice_, done = rows.only(slice_, sorted(done.failed)), done.only_failed()
         arrays = rows.arrays(slice_, settings.queue, batch) + outcome_arrays(done, result)
         yield pa.RecordBatch.from_arrays(arrays, names=NAMES)

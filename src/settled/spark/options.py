@@ -27,6 +27,7 @@ class Options:
     payload: str
     holder: str
     handler: str
+    emit: str
     to: str
 
     @classmethod
@@ -61,6 +62,7 @@ class Options:
             payload=_one_of("payload", own.get("payload", "bytes"), ("bytes", "string")),
             holder=own.get("holder", NOBODY),
             handler=own.get("handler", ""),
+            emit=_one_of("emit", own.get("emit", "all"), ("all", "failures")),
             to=own.get("to", ""),
         )
 
@@ -83,6 +85,7 @@ _KNOWN = {
         "payload",
         "holder",
         "handler",
+        "emit",
         "to",
     )
 }

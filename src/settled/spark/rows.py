@@ -112,6 +112,14 @@ def _slice(range_: Range, columns: Columns, keep: NDArray[np.bool_]) -> Slice:
     return Slice(range_, columns, attempts)
 
 
+def only(slice_: Slice, places: list[int]) -> Slice:
+    """Some messages of a slice."""
+    keep = np.zeros(len(slice_), np.bool_)
+    keep[places] = True
+    attempts = slice_.attempts[keep] if slice_.attempts is not None else None
+    return Slice(slice_.range, _take(slice_.columns, keep), attempts)
+
+
 def _take(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
     places = np.flatnonzero(keep)
     if not len(places) or places[-1] - places[0] == len(places) - 1:  # a run: no byte is copied

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LOG = "settled-log4j2.properties"
+_LOOPBACK = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
 
 
 def session(
@@ -37,7 +38,9 @@ def session(
 
     from settled.spark.source import SettledSource
 
-    prepare()
+    master = master or os.environ.get("SPARK_MASTER", "local[*,4]")
+    local = master.startswith("local")
+    prepare(local=local)
     options = f"-Dlog4j2.configurationFile=file:{_log_file()}" + (" -XX:TieredStopAtLevel=1" if quick else "")
     builder = SparkSession.builder.appName(app)
     settings = {
@@ -49,15 +52,14 @@ def session(
         # Any other limit makes Spark measure the whole batch again for each row.
         "spark.sql.execution.arrow.maxBytesPerBatch": "2147483647",
         "spark.driver.extraJavaOptions": options,
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.host": "127.0.0.1",
         "spark.executorEnv.PYTHONHASHSEED": "0",
         "spark.sql.streaming.metricsEnabled": "false",
+        **(_LOOPBACK if local else {}),
         **(conf or {}),
     }
     if not any(name in os.environ for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED")):
         # A task that loses its connection is tried again, as on a cluster.
-        builder = builder.master(master or os.environ.get("SPARK_MASTER", "local[*,4]"))
+        builder = builder.master(master)
     for name, value in settings.items():
         builder = builder.config(name, value)
     with _stderr_to(log):
@@ -83,11 +85,12 @@ def _stderr_to(log: str | os.PathLike[str] | None) -> Iterator[None]:
             os.close(ours)
 
 
-def prepare() -> None:
+def prepare(*, local: bool = True) -> None:
     """Set what PySpark reads from the environment, where the user has not."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    if local:
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     if java() is None:
         os.environ["JAVA_HOME"] = str(packaged_java())
 

@@ -59,7 +59,9 @@ def run(
     Ends when the query is stopped, or with `until_empty` when nothing waits and nothing is to be retried.
     """
     with Link(url) as link:
-        df = read_queue(spark, queue, group, url=url, handler=handler, **options)
+        # Who neither pushes nor writes needs no row that is acknowledged.
+        quiet = to is None and write is None
+        df = read_queue(spark, queue, group, url=url, handler=handler, only_failures=quiet, **options)
         after = _newest(link, queue, group)
         writer = settle(df, to) if write is None else settle_each(df, write, to)
         started = time.monotonic()
