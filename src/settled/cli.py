@@ -16,10 +16,8 @@ from settled.app import AppStatus
 from settled.loading import CannotLoad, load
 from settled.observe import logging as observe_logging
 from settled.signals import ConfigurationError
-from settled.spark.command import app as pipeline
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.add_typer(pipeline, name="pipeline")
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
 
@@ -98,7 +96,14 @@ def _router() -> None:
     app.add_typer(router, name="router")
 
 
+def _pipeline() -> None:
+    from settled.spark.command import app as pipeline
+
+    app.add_typer(pipeline, name="pipeline")
+
+
 _add("serve", "server", _serve)
+_add("pipeline", "spark", _pipeline)
 _add("router", "router", _router)
 
 
