@@ -115,6 +115,16 @@ def test_on_a_queue_in_order_a_failed_row_holds_back_its_lane(
     assert [d.attempts for d in shop.dead(queue)] == [0]
 
 
+def test_a_reader_may_give_up_the_order_of_a_queue(spark: SparkSession, shop: Shop, run: Run) -> None:
+    queue = shop.queue(retry="in_order", retryLimit=5)
+    shop.push(queue, orders("good flaky good good flaky good"), lanes=1)
+    run(attempted("fused", spark, shop, queue, ordering="parked"), queue + "-out")
+    assert shop.totals(queue) == {"messages": 6, "acked": 4, "retried": 2, "pushed": 4, "batches": 1}
+    run(attempted("fused", spark, shop, queue, ordering="none"), queue + "-out")
+    assert [v["invoice"] for v in shop.pop_all(queue + "-out")["p0"]] == [0, 2, 3, 5, 1, 4]
+    assert shop.lag(queue) == (0, 0)
+
+
 def test_the_last_attempt_on_a_queue_in_order_loses_nothing_behind_it(
     spark: SparkSession, shop: Shop, run: Run
 ) -> None:

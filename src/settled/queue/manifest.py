@@ -251,12 +251,20 @@ class Reader:
         return [Range.of(r) for r in self.link.rows("ranges", reader=self.id, number=number)]
 
     def settle(
-        self, number: int | None, writes: Sequence[uuid.UUID], outcomes: int, segments: int
+        self,
+        number: int | None,
+        writes: Sequence[uuid.UUID],
+        outcomes: int,
+        segments: int,
+        parked: bool | None = None,
     ) -> Settled:
-        """Settle a batch with what the tasks staged; doing it again changes nothing."""
+        """Settle a batch with what the tasks staged; doing it again changes nothing.
+
+        `parked` overrides what the queue says a lane does when one of its messages fails.
+        """
         [row] = self.link.call(
             "settle_manifest", self.id, self._holder, number, WORKER, list(writes), outcomes, segments,
-            QueueOptions().to_json().decode(),
+            QueueOptions().to_json().decode(), parked,
         )  # fmt: skip
         if segments:
             self.link.run(lambda c: c.execute("select pg_notify('settled', %s)", (WORKER,)).fetchall())

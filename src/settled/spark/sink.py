@@ -217,6 +217,7 @@ def settle_staged(settings: Options, messages: Sequence[Any]) -> Settled:
             [m.write for m in staged if m.write is not None],
             sum(m.outcomes for m in staged),
             sum(m.segments for m in staged),
+            None if settings.ordering == "queue" else settings.ordering != "in_order",
         )
 
 

@@ -1,15 +1,16 @@
 -- Settle a manifest: cursors, retries, dead letters and pushes, all or nothing, and once.
 --
 -- p_writes are the tasks' runs that count, p_outcomes and p_segments how many rows they staged. Whatever is not among
--- the staged outcomes is acknowledged. A manifest that is settled already is answered as it is.
+-- the staged outcomes is acknowledged. A manifest that is settled already is answered as it is. p_parked says whether
+-- a lane goes on without what failed; null: as the queue is configured.
 create function settle_manifest(
     p_reader int, p_holder uuid, p_number bigint, p_worker text, p_writes uuid[], p_outcomes bigint, p_segments bigint,
-    p_options jsonb
+    p_options jsonb, p_parked boolean
 ) returns manifest language plpgsql as $$
 #variable_conflict use_column
 declare
     r reader; m manifest; q record; g record; c consumer; v_now timestamptz; v_bits text; v_upto bigint; v_rest varbit;
-    v_lost bigint; v_failed bigint; v_odd boolean; v_targets bigint[];
+    v_lost bigint; v_failed bigint; v_odd boolean; v_targets bigint[]; v_parked boolean;
 begin
     r := fenced(p_reader, p_holder);
     if p_number is null and r.serving = 0 then
@@ -30,6 +31,8 @@ begin
             'what the tasks handed over was lost when the database crashed; run the query again';
     end if;
     select q.*, n.name as consumer_group into q from queue q, consumer_group n where q.id = r.queue_id and n.id = r.group_id;
+
+    v_parked := coalesce(p_parked, q.parked);
 
     -- Lanes before consumers, each in order: the engine's own transactions lock them so too.
     if p_segments > 0 then
@@ -74,7 +77,7 @@ begin
             raise exception using errcode = 'SE004', message = format(
                 'a message of batch %s has two outcomes: settle each row once', m.number);
         end if;
-        if not q.parked then
+        if not v_parked then
             -- In order: behind a message that comes again, everything else of its lane comes again too.
             with hold as (
                 select s.lane_id, min(s.first_seq) as seq, g.end_seq from staged_outcome s
@@ -118,7 +121,7 @@ begin
         insert into exception as e (lane_id, group_id, seq, attempts, due, parked, error, failed_at)
         select s.lane_id, r.group_id, s.first_seq, s.attempts, v_now + make_interval(secs => coalesce(s.delay,
                  least(q.retry_delay / 1000.0 * 2 ^ least(s.attempts - 1, 30), greatest(3600, q.retry_delay / 1000.0)))),
-               q.parked or s.first_seq = any (g.parked), s.error, v_now
+               v_parked or s.first_seq = any (g.parked), s.error, v_now
           from staged_outcome s
           join manifest_range g on g.reader_id = r.id and g.number = m.number and g.lane_id = s.lane_id
          where s.write = any (p_writes) and s.outcome = 'retry'
@@ -147,7 +150,7 @@ begin
               from (select s.first_seq, s.end_seq, lag(s.end_seq, 1, g.first_seq) over (order by s.first_seq) as after
                       from staged_outcome s
                      where s.write = any (p_writes) and s.lane_id = g.lane_id and not s.first_seq = any (g.parked)
-                       and (s.outcome = 'release' or s.outcome = 'retry' and not q.parked)) p;
+                       and (s.outcome = 'release' or s.outcome = 'retry' and not v_parked)) p;
         end if;
         if v_bits is null then
             c.base := g.end_seq;

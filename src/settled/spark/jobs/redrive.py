@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CHUNK = 1_000
 HEADER = "redriven-from"
-APPEND = "select * from append(%s, %s, %s, %s::bigint[], %s, '{}', %s, %s, %s)"
+APPEND = "select * from append(%s, %s, %s, %s::bigint[], %s, %s::bytea[], %s)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,16 +123,15 @@ def _push(connection: Connection[Any], chosen: dict[str, Any], limit: int, to: s
         ).fetchall()
         targets = sorted({(r["lane_id"], r["queue_id"], r["queue"], r["partition"]) for r in found})
         bodies = [_body(lanes[(queue, partition)]) for _, _, queue, partition in targets]
-        none = [0] * len(targets)
+        none = [None] * len(targets)
         answer = connection.execute(
             APPEND,
             (
                 WORKER,
                 [t[1] for t in targets],
                 [t[0] for t in targets],
-                [None] * len(targets),
-                [len(lanes[(t[2], t[3])]) for t in targets],
                 none,
+                [len(lanes[(t[2], t[3])]) for t in targets],
                 none,
                 bodies,
             ),
