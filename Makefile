@@ -8,7 +8,9 @@ run: .venv/run-installed
 	@$(BIN)/python -m settled.spark.jobs.demo
 
 test: .venv/dev-installed
-	$(BIN)/python -m pytest
+	@# Most tests wait for a broker, so two run at a time; Spark wants both cores for itself.
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/spark
+	$(BIN)/python -m pytest tests/spark
 
 check: lint types imports
 

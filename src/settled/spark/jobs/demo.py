@@ -102,7 +102,10 @@ def demo(count: int, folder: Path, report: Path) -> bool:
     items, kinds = make_orders(count)
     with EmbeddedPostgres.start(folder / "queue") as server:
         answers = asyncio.run(fill(server.dsn, items))
-        say(f"pushed: {dict(answers)} in {time.monotonic() - started:.1f} s; starting Spark")
+        took = time.monotonic() - started
+        say(
+            f"queued {answers['queued']:,}, duplicates {answers['duplicate']:,} in {took:.1f} s; starting Spark"
+        )
         spark = session("settled demo", quick=True, log=folder / "spark.log")
         table = folder / "invoices"
 
