@@ -103,9 +103,8 @@ def demo(count: int, folder: Path, report: Path) -> bool:
     with EmbeddedPostgres.start(folder / "queue") as server:
         answers = asyncio.run(fill(server.dsn, items))
         took = time.monotonic() - started
-        say(
-            f"queued {answers['queued']:,}, duplicates {answers['duplicate']:,} in {took:.1f} s; starting Spark"
-        )
+        queued, twice = answers["queued"], answers["duplicate"]
+        say(f"queued {queued:,}, duplicates {twice:,} in {took:.1f} s; starting Spark")
         spark = session("settled demo", quick=True, log=folder / "spark.log")
         table = folder / "invoices"
 
