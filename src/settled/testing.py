@@ -13,8 +13,8 @@ from settled.pump.loop import Strikes
 from settled.settlement import Ack, Leave, Nack, Reject, Requeue
 from settled.subscriber import Subscription
 from settled.transports.base import Published
-from settled.transports.lanes import DeadLetter, QueueOptions
-from settled.transports.memory import MemoryTransport, Settled
+from settled.transports.lanes import DeadLetter, QueueOptions, Settled
+from settled.transports.memory import MemoryTransport
 
 __all__ = ["NotIdle", "Rehearsal"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -27,7 +28,7 @@ REASONS = ("tenant_not_allowed", "tenant_mismatch", "processing_error", NOT_SETT
 """Why a message can be given up, as metrics say it."""
 
 
-class _Consumer(Generic[C]):
+class _Consumer(ABC, Generic[C]):
     """One contract on one subject: decode, validate, drop a duplicate, check the tenant, handle, ack."""
 
     contract: type[C]
@@ -123,8 +124,9 @@ class _Consumer(Generic[C]):
                 field=_bounded(violation.field, self.contract),
             )
 
+    @abstractmethod
     def _count_handled(self, body: C) -> None:
-        raise NotImplementedError
+        """Count one that was handled, under its own labels."""
 
 
 class ResultConsumer(_Consumer[ExecResult]):

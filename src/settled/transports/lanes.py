@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from settled.message import Delivery, Metadata
-from settled.settlement import Reason
+from settled.settlement import Action, Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,19 @@ class DeadLetter:
     attempts: int
     published_at: float
     died_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """How one delivery ended."""
+
+    id: str
+    subject: str
+    group: str
+    lane: str | None
+    attempt: int
+    action: Action
+    at: float
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
@@ -34,22 +33,10 @@ from settled.transports.lanes import (
     MemoryDelivery,
     QueueOptions,
     Record,
+    Settled,
 )
 
 DEFAULT_GROUP = "__QUEUE_MODE__"
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """How one delivery ended."""
-
-    id: str
-    subject: str
-    group: str
-    lane: str | None
-    attempt: int
-    action: Action
-    at: float
 
 
 class Group:
