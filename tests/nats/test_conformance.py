@@ -26,6 +26,7 @@ class NatsBroker:
     lane = None
     ordered_lanes = False
     counts_attempts = False
+    restarts = False
 
     def __init__(self, url: str) -> None:
         self._loop = asyncio.new_event_loop()

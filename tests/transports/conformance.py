@@ -7,6 +7,8 @@ a `Broker` that knows how to publish to, and how to open channels on, a fresh an
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +29,9 @@ class Broker(Protocol):
     ordered_lanes: bool
     """Whether messages of one lane wait for each other."""
     counts_attempts: bool
+    """Whether only failed deliveries count as attempts: giving back does not."""
+    restarts: bool
+    """Whether the broker keeps its data when it restarts, and this one can be restarted."""
 
     def publish(self, message: Outgoing) -> Published: ...
 
@@ -38,6 +43,9 @@ class Broker(Protocol):
 
     def lease(self) -> float:
         """How long a delivery is a consumer's own."""
+
+    def restart(self) -> None:
+        """Stop the broker and start it again, with the same address and data; return when it is up."""
 
     def dead_letters(self) -> list[tuple[bytes, str]]:
         """Body and error of what was rejected."""
@@ -64,6 +72,16 @@ class Queue:
 
     def empty(self) -> bool:
         return not self.receive(timeout=0.2)
+
+    def in_the_end(self) -> Delivery:
+        """The next message, from a broker that may be on its way back."""
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            with contextlib.suppress(Exception):
+                for delivery in self.receive():
+                    return delivery
+            time.sleep(0.05)
+        raise AssertionError("no message within 90 s")
 
 
 class Conformance:
@@ -175,6 +193,49 @@ class Conformance:
         queue.channel.nack(queue.one())
         assert queue.one().data == b"1"
         assert queue.empty()
+
+    def test_what_was_buffered_behind_a_message_given_back_does_not_overtake_it(self, queue: Queue) -> None:
+        if not queue.broker.ordered_lanes:
+            return
+        queue.publish(b"1", b"2", b"3", lane="eu")
+        batch = list(queue.receive(limit=3))
+        assert batch[0].data == b"1"
+        for delivery in batch:
+            queue.channel.nack(delivery)
+        seen = []
+        while len(seen) < 3:
+            for delivery in queue.receive():
+                seen.append(delivery.data)
+                queue.channel.ack(delivery)
+        assert seen == [b"1", b"2", b"3"]
+
+    def test_a_message_given_back_goes_to_another_consumer(self, queue: Queue) -> None:
+        if queue.channel.capabilities.nack is not NackMeans.RELEASE:
+            return
+        queue.publish(b"1")
+        delivery = queue.one()
+        other = Queue(queue.broker, queue.broker.channel())
+        queue.channel.nack(delivery)
+        queue.channel.close()
+        again = other.one()
+        assert again.data == b"1"
+        other.channel.ack(again)
+
+    def test_a_restarted_broker_still_has_the_messages_and_their_attempts(self, queue: Queue) -> None:
+        if not queue.broker.restarts:
+            return
+        queue.publish(b"1")
+        queue.channel.requeue(queue.one(), 0)
+        queue.channel.requeue(queue.one(), 1.0)
+        queue.broker.restart()
+        delivery = queue.in_the_end()
+        assert delivery.data == b"1"
+        assert delivery.attempt >= 3
+        queue.channel.ack(delivery)
+        queue.publish(b"2")
+        after = queue.in_the_end()
+        assert after.data == b"2"
+        queue.channel.ack(after)
 
     def test_the_async_face_does_the_same(self, broker: Broker) -> None:
         for body in (b"ack", b"nack", b"requeue", b"reject"):

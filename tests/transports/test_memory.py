@@ -23,6 +23,7 @@ class MemoryBroker:
     lane = None
     ordered_lanes = True
     counts_attempts = True
+    restarts = False
 
     def __init__(self, clock: VirtualClock | None) -> None:
         self.clock = clock

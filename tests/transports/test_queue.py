@@ -45,6 +45,7 @@ class QueueBroker:
     lane = "one"
     ordered_lanes = True
     counts_attempts = True
+    restarts = False
 
     def __init__(self, transport: QueueTransport, dsn: str) -> None:
         self.queue = f"orders-{uuid.uuid4().hex[:8]}"

@@ -2,65 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
 from urllib.parse import urlsplit
 
 from settled.clock import Clock
 from settled.signals import ConfigurationError
 from settled.transports.base import Transport
+from settled.transports.memory import MemoryTransport
 
 
-def _memory(url: str, clock: Clock) -> Transport:
-    from settled.transports.memory import MemoryTransport
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Where a transport's class is, and which extra installs what it needs."""
 
-    return MemoryTransport(clock=clock)
-
-
-def _postgres(url: str, clock: Clock) -> Transport:
-    with _extra("queue", url):
-        from settled.transports.postgres import PostgresTransport
-    return PostgresTransport(url)
+    module: str
+    name: str
+    extra: str
 
 
-def _http(url: str, clock: Clock) -> Transport:
-    with _extra("client", url):
-        from settled.transports.http import HttpTransport
-    return HttpTransport(url)
+_POSTGRES = Kind("settled.transports.postgres", "PostgresTransport", "queue")
+_HTTP = Kind("settled.transports.http", "HttpTransport", "client")
+_NATS = Kind("settled.transports.nats", "NatsTransport", "nats")
 
-
-def _nats(url: str, clock: Clock) -> Transport:
-    with _extra("nats", url):
-        from settled.transports.nats import NatsTransport
-    return NatsTransport(url)
-
-
-_SCHEMES: dict[str, Callable[[str, Clock], Transport]] = {
-    "memory": _memory,
-    "postgresql": _postgres,
-    "http": _http,
-    "https": _http,
-    "nats": _nats,
-    "tls": _nats,
+KINDS = {
+    "postgresql": _POSTGRES,
+    "http": _HTTP,
+    "https": _HTTP,
+    "nats": _NATS,
+    "tls": _NATS,
 }
-
-
-@contextmanager
-def _extra(name: str, url: str) -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.startswith("settled"):
-            raise
-        raise ConfigurationError(
-            f"app: {urlsplit(url).scheme}:// needs {error.name}; run: pip install 'settled[{name}]'"
-        ) from error
+"""The transports that have a broker, by the scheme of their URL."""
 
 
 def connect(url: str, clock: Clock) -> Transport:
     """The transport for a URL; nothing is opened yet."""
     scheme = urlsplit(url).scheme
-    if scheme not in _SCHEMES:
-        known = ", ".join(f"{name}://" for name in sorted(_SCHEMES))
+    if scheme == "memory":
+        return MemoryTransport(clock=clock)
+    if scheme not in KINDS:
+        known = ", ".join(f"{name}://" for name in sorted(["memory", *KINDS]))
         raise ConfigurationError(f"app: no transport for {url!r}; use one of {known}")
-    return _SCHEMES[scheme](url, clock)
+    kind = KINDS[scheme]
+    try:
+        found: Transport = getattr(import_module(kind.module), kind.name)(url)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("settled"):
+            raise
+        raise ConfigurationError(
+            f"app: {scheme}:// needs {error.name}; run: pip install 'settled[{kind.extra}]'"
+        ) from error
+    return found

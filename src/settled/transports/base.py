@@ -24,11 +24,45 @@ class NackMeans(Enum):
     """It cannot be given back."""
 
 
+class Attempts(Enum):
+    """Who counts the deliveries of a message."""
+
+    BROKER = "the broker"
+    HEADER = "a header, when sent round again"
+    """A delivery that ended without a word, as in a crash, is not counted."""
+    NONE = "nobody"
+
+
+class RejectMeans(Enum):
+    """How a message becomes a dead letter."""
+
+    NATIVE = "by the broker"
+    TOGETHER = "in one transaction"
+    """The letter is stored and the message settled, or neither."""
+    PUBLISH = "published and confirmed, then acked"
+    """A crash in between writes the letter twice, and never loses it."""
+
+
+class DelayMeans(Enum):
+    """What holds a message until its delay is over."""
+
+    NATIVE = "the broker"
+    PARKED = "a parked copy"
+    """Stored elsewhere on the broker until it is due."""
+    HELD = "the consumer"
+    """Held by the consumer that has it, under its lease; a crash brings it again early."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a channel can do, so that nothing has to be found out by failing."""
 
     nack: NackMeans = NackMeans.RELEASE
+    attempts: Attempts = Attempts.BROKER
+    reject: RejectMeans = RejectMeans.PUBLISH
+    delay: DelayMeans = DelayMeans.NATIVE
+    extends: bool = True
+    """A lease can be started anew while the handler runs; False also where there is none that runs out."""
     wakes: bool = False
     """A receive that waits ends when a message arrives, so no pause is needed after an empty one."""
     max_attempts: int | None = None

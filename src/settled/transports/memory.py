@@ -22,6 +22,7 @@ from settled.transports.base import (
     Outgoing,
     Publication,
     Published,
+    RejectMeans,
     Source,
 )
 from settled.transports.faces import AsyncImmediateChannel, ImmediateChannel
@@ -35,6 +36,7 @@ from settled.transports.lanes import (
     Record,
     Settled,
 )
+from settled.transports.letters import destination, letter
 
 DEFAULT_GROUP = "__QUEUE_MODE__"
 
@@ -225,7 +227,7 @@ def _due(queue: Queue, group: Group) -> float | None:
 class MemoryChannel:
     """One subscriber's end of a queue; no call here blocks."""
 
-    capabilities = Capabilities(nack=NackMeans.RELEASE, wakes=True)
+    capabilities = Capabilities(nack=NackMeans.RELEASE, reject=RejectMeans.TOGETHER, wakes=True)
 
     def __init__(self, transport: MemoryTransport, source: Source, queue: Queue, group: Group) -> None:
         self.clock = transport.clock
@@ -334,13 +336,11 @@ class MemoryChannel:
             published_at=mine.record.time,
             died_at=now,
         )
-        to = self._source.dead_letter
-        if rejection.reason is Reason.UNACCEPTABLE:
-            to = self._source.invalid or to
+        to = destination(self._source, rejection)
         if to is None:
             self._group.dead.append(dead)
         else:
-            self._transport.put(_letter(dead, to))
+            self._transport.put(letter(mine, rejection, mine.group, to))
         self._finish(mine)
         self._transport._record(mine, rejection, now)
         self.bell.ring()
@@ -378,17 +378,3 @@ class MemoryChannel:
 
 
 _ACK, _NACK = Ack(), Nack()
-
-
-def _letter(dead: DeadLetter, to: str) -> Outgoing:
-    headers = {
-        **dead.headers,
-        "settled-subject": dead.subject,
-        "settled-group": dead.group,
-        "settled-reason": dead.reason.value,
-        "settled-error": dead.error,
-        "settled-attempts": str(dead.attempts),
-    }
-    # One dead letter a group and message, also if the same id was rejected in two lanes.
-    identity = f"{dead.id}:{dead.group}:{dead.lane}" if dead.lane is not None else f"{dead.id}:{dead.group}"
-    return Outgoing(subject=to, data=dead.data, headers=headers, id=identity)

@@ -11,20 +11,19 @@ from itertools import count
 from typing import Protocol
 
 from settled.message import Delivery, Metadata
-from settled.portal import Portal
 from settled.settlement import Reject
 from settled.transports.base import (
     AsyncChannel,
     Capabilities,
-    Channel,
     LeaseLost,
     NackMeans,
     Outgoing,
-    Publication,
     Published,
+    RejectMeans,
     Source,
 )
-from settled.transports.faces import BlockingChannel
+from settled.transports.letters import destination, letter
+from settled.transports.looped import LoopTransport
 
 DEFAULT_GROUP = "__QUEUE_MODE__"
 SPREAD = 16
@@ -118,7 +117,7 @@ class QueueChannel:
     acknowledgements and releases wait for the rest of their batch, at most 50 ms; a failure takes them along.
     """
 
-    capabilities = Capabilities(nack=NackMeans.RELEASE, wakes=True)
+    capabilities = Capabilities(nack=NackMeans.RELEASE, reject=RejectMeans.NATIVE, wakes=True)
 
     def __init__(self, transport: QueueTransport, source: Source) -> None:
         self._transport = transport
@@ -130,7 +129,7 @@ class QueueChannel:
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         wakes = self._wakes
-        backend = await self._transport.backend()
+        backend = await self._transport.connection()
         if self._ordered is None:
             self._ordered = await backend.keeps_order(self._source.channel)
         loop = asyncio.get_running_loop()
@@ -158,8 +157,7 @@ class QueueChannel:
 
     async def reject(self, delivery: Delivery, rejection: Reject) -> None:
         mine = _mine(delivery)
-        source = self._source
-        to = source.invalid if rejection.reason == "unacceptable" and source.invalid else source.dead_letter
+        to = destination(self._source, rejection)
         if to is None:
             error = rejection.error or rejection.reason.value
             await self._settle(Verdict(mine, "dlq", error))
@@ -169,7 +167,7 @@ class QueueChannel:
             await self._settle(Verdict(mine, "completed"))
 
     async def extend(self, delivery: Delivery) -> None:
-        backend = await self._transport.backend()
+        backend = await self._transport.connection()
         await backend.extend(_mine(delivery))
 
     def wake(self) -> None:
@@ -197,7 +195,7 @@ class QueueChannel:
         if batch is not None:
             batch.open -= 1
             waiting, batch.waiting = batch.waiting, []
-        backend = await self._transport.backend()
+        backend = await self._transport.connection()
         *late, why = await backend.settle(self._group, [*waiting, verdict])
         _report(waiting, late)
         if why is not None:
@@ -208,7 +206,7 @@ class QueueChannel:
         waiting, batch.waiting = batch.waiting, []
         if waiting:
             try:
-                backend = await self._transport.backend()
+                backend = await self._transport.connection()
                 _report(waiting, await backend.settle(self._group, waiting))
             except Exception as error:
                 _report(waiting, [str(error)] * len(waiting))
@@ -234,77 +232,15 @@ def lost(delivery: QueueDelivery, why: str) -> LeaseLost:
     return LeaseLost(f"queue {delivery.subject!r}: message {delivery.id!r}: {why}")
 
 
-def letter(delivery: QueueDelivery, rejection: Reject, group: str, to: str) -> Outgoing:
-    """A dead letter as a message on a channel of its own."""
-    headers = {
-        **delivery.headers,
-        "settled-subject": delivery.subject,
-        "settled-group": group,
-        "settled-reason": rejection.reason.value,
-        "settled-error": rejection.error,
-        "settled-attempts": str(delivery.attempt),
-    }
-    identity = f"{delivery.id}:{group}:{delivery.lane}"
-    return Outgoing(subject=to, data=delivery.data, headers=headers, id=identity, lane=delivery.lane)
-
-
-class QueueTransport:
+class QueueTransport(LoopTransport[Backend]):
     """The queue, through whatever backend a subclass connects."""
 
     def __init__(self) -> None:
-        self._backends: dict[asyncio.AbstractEventLoop, asyncio.Task[Backend]] = {}
-        self._serving: asyncio.AbstractEventLoop | None = None
-        self._portal = Portal("settled-publish")
+        super().__init__()
         self._turn = count()
-
-    async def connect(self) -> Backend:
-        """A backend on the running loop."""
-        raise TypeError(f"{type(self).__name__} has no way to connect")
-
-    async def backend(self) -> Backend:
-        """The backend of the running loop, connected once."""
-        loop = asyncio.get_running_loop()
-        connecting = self._backends.get(loop)
-        if connecting is None or (connecting.done() and connecting.exception() is not None):
-            connecting = self._backends[loop] = asyncio.create_task(self.connect())
-        return await asyncio.shield(connecting)
-
-    async def open(self) -> None:
-        self._serving = asyncio.get_running_loop()
-        await self.backend()
-
-    async def close(self) -> None:
-        self._serving = None
-        await self._disconnect()
-        await asyncio.to_thread(self._close_portal)
-
-    def _close_portal(self) -> None:
-        self._portal.run(self._disconnect())
-        self._portal.close()
-
-    async def _disconnect(self) -> None:
-        connecting = self._backends.pop(asyncio.get_running_loop(), None)
-        if connecting is not None:
-            backend = await connecting
-            await backend.close()
-
-    def channel(self, source: Source) -> Channel:
-        return BlockingChannel(QueueChannel(self, source), asyncio.get_running_loop())
 
     def async_channel(self, source: Source) -> AsyncChannel:
         return QueueChannel(self, source)
-
-    def publish(self, message: Outgoing) -> Publication:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return Publication.of(self._publish_blocking(message))
-        return Publication.when_awaited(self.push(message))
-
-    def _publish_blocking(self, message: Outgoing) -> Published:
-        if self._serving is not None:
-            return asyncio.run_coroutine_threadsafe(self.push(message), self._serving).result()
-        return self._portal.run(self.push(message))
 
     async def push(self, message: Outgoing) -> Published:
         """Store a message, in its lane or in one of those that messages without a lane are spread over."""
@@ -313,5 +249,5 @@ class QueueTransport:
             # The same id must meet itself in the same lane, or it would not be found to be a duplicate.
             number = next(self._turn) if message.id is None else zlib.crc32(message.id.encode())
             lane = f"spread-{number % SPREAD:02}"
-        backend = await self.backend()
+        backend = await self.connection()
         return await backend.push(message, lane)

@@ -1,0 +1,38 @@
+"""Dead letters as messages on a channel of their own."""
+
+from __future__ import annotations
+
+from settled.message import Delivery
+from settled.settlement import Reason, Reject
+from settled.transports.base import Outgoing, Source
+
+
+def destination(source: Source, rejection: Reject) -> str | None:
+    """The channel that a subscription wants this one rejected to; None if it named none.
+
+    >>> source = Source(channel="orders", dead_letter="orders-dead")
+    >>> destination(source, Reject(Reason.UNACCEPTABLE, "no such field"))
+    'orders-dead'
+    """
+    if rejection.reason is Reason.UNACCEPTABLE and source.invalid is not None:
+        return source.invalid
+    return source.dead_letter
+
+
+def letter(delivery: Delivery, rejection: Reject, group: str, to: str) -> Outgoing:
+    """The message itself, with why and where it failed in its headers.
+
+    Its id is the same each time, so that a crash between the letter and the settlement does not make two
+    where the broker knows duplicates.
+    """
+    headers = {
+        **delivery.headers,
+        "settled-subject": delivery.subject,
+        "settled-group": group,
+        "settled-reason": rejection.reason.value,
+        "settled-error": rejection.error,
+        "settled-attempts": str(delivery.attempt),
+    }
+    # One letter a group and message, also if the same id was rejected in two lanes.
+    identity = ":".join(part for part in (delivery.id, group, delivery.lane) if part)
+    return Outgoing(subject=to, data=delivery.data, headers=headers, id=identity, lane=delivery.lane)

@@ -1,0 +1,86 @@
+"""A transport whose connection lives on an event loop, for callers on any loop and on none."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Generic, Protocol, TypeVar
+
+from settled.portal import Portal
+from settled.transports.base import AsyncChannel, Channel, Outgoing, Publication, Published, Source
+from settled.transports.faces import BlockingChannel
+
+
+class Closes(Protocol):
+    """What is connected, and can be disconnected."""
+
+    async def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closes)
+
+
+class LoopTransport(ABC, Generic[C]):
+    """Connects once a loop: the app's, and one in a thread for sync code while no app runs.
+
+    A subclass says how to connect, how to publish and what a channel is; all three are awaited.
+    """
+
+    def __init__(self) -> None:
+        self._connections: dict[asyncio.AbstractEventLoop, asyncio.Task[C]] = {}
+        self._serving: asyncio.AbstractEventLoop | None = None
+        self._portal = Portal("settled-publish")
+
+    @abstractmethod
+    async def connect(self) -> C:
+        """A connection on the running loop."""
+
+    @abstractmethod
+    async def push(self, message: Outgoing) -> Published:
+        """Publish, and wait until the broker has it."""
+
+    @abstractmethod
+    def async_channel(self, source: Source) -> AsyncChannel:
+        """An awaitable channel."""
+
+    async def connection(self) -> C:
+        """The connection of the running loop; a failed one is tried anew."""
+        loop = asyncio.get_running_loop()
+        connecting = self._connections.get(loop)
+        if connecting is None or (connecting.done() and connecting.exception() is not None):
+            connecting = self._connections[loop] = asyncio.create_task(self.connect())
+        return await asyncio.shield(connecting)
+
+    async def open(self) -> None:
+        self._serving = asyncio.get_running_loop()
+        await self.connection()
+
+    async def close(self) -> None:
+        self._serving = None
+        await self._disconnect()
+        await asyncio.to_thread(self._close_portal)
+
+    def _close_portal(self) -> None:
+        self._portal.run(self._disconnect())
+        self._portal.close()
+
+    async def _disconnect(self) -> None:
+        connecting = self._connections.pop(asyncio.get_running_loop(), None)
+        if connecting is not None:
+            connection = await connecting
+            await connection.close()
+
+    def channel(self, source: Source) -> Channel:
+        return BlockingChannel(self.async_channel(source), asyncio.get_running_loop())
+
+    def publish(self, message: Outgoing) -> Publication:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return Publication.of(self._publish_blocking(message))
+        return Publication.when_awaited(self.push(message))
+
+    def _publish_blocking(self, message: Outgoing) -> Published:
+        if self._serving is not None:
+            return asyncio.run_coroutine_threadsafe(self.push(message), self._serving).result()
+        return self._portal.run(self.push(message))
