@@ -256,7 +256,7 @@ class Connection:
                 stored = await self.publish_once(subject, data, headers, max(0.05, min(left, _ONE_TRY)))
                 return Stored(stored.seq, bool(stored.duplicate), tries)
             except nats.js.errors.NoStreamResponseError as error:
-                if not await self._is_taken(subject):
+                if not await self._is_taken(subject, max(0.05, min(deadline - loop.time(), _ONE_TRY))):
                     raise ConfigurationError(
                         f"publish: no stream takes subject {subject!r}; create one that does"
                     ) from error
@@ -273,10 +273,11 @@ class Connection:
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.5)
 
-    async def _is_taken(self, subject: str) -> bool:
+    async def _is_taken(self, subject: str, timeout: float) -> bool:
         """Whether a stream takes the subject; yes when in doubt."""
         try:
-            await self.jetstream.find_stream_name_by_subject(subject)
+            # Nobody answers while a cluster elects a leader: whoever waits long here misses the new one.
+            await self.sending.jetstream(timeout=timeout).find_stream_name_by_subject(subject)
         except nats.js.errors.NotFoundError:
             return False
         except (nats.errors.Error, nats.js.errors.APIError):
