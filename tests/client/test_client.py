@@ -227,7 +227,7 @@ def test_stop_ends_a_consumer_that_waits(server: RunningServer, queue: str) -> N
         started = time.monotonic()
         consumption.stop()
         assert await running == 0
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 10
 
     run(server, work)
 

@@ -78,11 +78,11 @@ def test_the_current_span_travels_in_traceparent(on_desk: OnDesk) -> None:
 
 def test_a_subject_that_no_stream_takes_is_refused_at_once(on_desk: OnDesk) -> None:
     async def test(desk: Desk) -> None:
-        app = App(desk.url)
+        app = App(transport=NatsTransport(desk.url, timeout=60))
         began = time.monotonic()
         with pytest.raises(ConfigurationError, match=r"no stream takes subject 'nowhere.at.all'"):
             await app.publish("nowhere.at.all", 1)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 30
         with pytest.raises(ConfigurationError, match="NATS has no lanes"):
             app.publish(desk.subject(), 1, lane="a")
         await app.transport.close()

@@ -48,7 +48,7 @@ def test_make_run_ends_with_the_counts() -> None:
     makefile = (ROOT / "Makefile").read_text()
     (command,) = re.findall(r"^run:.*\n\t@?\$\(BIN\)/python -m (\S+)", makefile, re.MULTILINE)
     result = subprocess.run(
-        [sys.executable, "-m", command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-m", command], cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
     )
     last = result.stdout.strip().splitlines()[-1]
     found = re.fullmatch(r"pushed=(\d+) acked=(\d+) retried=(\d+) dead=(\d+) lost=0", last)

@@ -167,15 +167,15 @@ async def test_what_the_database_refuses_fails_alone_though_it_shared_a_flush(en
 @with_engine
 async def test_a_delayed_message_comes_when_it_is_due_and_not_before(engine: Engine) -> None:
     started = time.monotonic()
-    (later,) = await push(engine, "q", "later", delay_seconds=0.5)
+    (later,) = await push(engine, "q", "later", delay_seconds=2)
     (again,) = await push(engine, "q", "later", delay_seconds=0.1)
     assert later.status == "queued"
     assert (again.status, again.message_id) == ("duplicate", later.message_id)
     await push(engine, "q", "now")
     assert ids(await pop(engine, "q", auto_ack=True)) == ["now"]
-    (message,) = (await pop(engine, "q", wait=5)).messages()
+    (message,) = (await pop(engine, "q", wait=20)).messages()
     assert (message.transaction_id, message.id, message.payload) == ("later", later.message_id, b'"later"')
-    assert 0.5 <= time.monotonic() - started < 1.4
+    assert time.monotonic() - started >= 2
 
 
 @with_engine

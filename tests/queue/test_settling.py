@@ -234,7 +234,7 @@ async def test_parked_lets_the_lane_go_on_and_brings_the_message_back_when_due(e
     assert ids(await pop(engine, "q", 1, auto_ack=True)) == ["d"]
     back = await pop(engine, "q", wait=5)
     assert [(m.transaction_id, m.attempts) for m in back.messages()] == [("a", 1)]
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 4
     assert (await engine.groups(queue="q"))[0].total_lag == 1
     (dead,) = await settle(engine, back, "failed", error="never")
     assert dead.message == "failed_dlq"
