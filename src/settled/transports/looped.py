@@ -7,7 +7,15 @@ from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from settled.portal import Portal
-from settled.transports.base import AsyncChannel, Channel, Outgoing, Publication, Published, Source
+from settled.transports.base import (
+    AsyncChannel,
+    Capabilities,
+    Channel,
+    Outgoing,
+    Publication,
+    Published,
+    Source,
+)
 from settled.transports.faces import BlockingChannel
 
 
@@ -23,8 +31,10 @@ C = TypeVar("C", bound=Closes)
 class LoopTransport(ABC, Generic[C]):
     """Connects once a loop: the app's, and one in a thread for sync code while no app runs.
 
-    A subclass says how to connect, how to publish and what a channel is; all three are awaited.
+    A subclass says what its channels can do, how to connect, how to publish and what a channel is.
     """
+
+    capabilities: Capabilities
 
     def __init__(self) -> None:
         self._connections: dict[asyncio.AbstractEventLoop, asyncio.Task[C]] = {}

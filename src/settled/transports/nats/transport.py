@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import nats.errors
 import nats.js.errors
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
 
@@ -27,12 +28,15 @@ from settled.transports.base import (
 )
 from settled.transports.nats.advisories import Coroner
 from settled.transports.nats.blocking import NatsBlockingChannel
-from settled.transports.nats.channel import NatsChannel
-from settled.transports.nats.connection import Connection, Login, logger, parse
+from settled.transports.nats.channel import NatsChannel, capabilities
+from settled.transports.nats.connection import Connection, Login, asks_to_create, logger, parse
 from settled.transports.nats.delivery import MSG_ID
 from settled.transports.nats.feeds import Feed, PullFeed, PushFeed
 from settled.transports.nats.letters import DeadLetters, Letter, Office
 from settled.transports.nats.sources import Consumer, Durable, Ephemeral, Settings, overlap
+
+# A message, or its headers, larger than the stream takes.
+_REFUSED = (10054, 10097)
 
 
 class NatsTransport:
@@ -41,6 +45,8 @@ class NatsTransport:
     >>> NatsTransport("nats://127.0.0.1:4222").broker().detail
     'not connected to 127.0.0.1:4222'
     """
+
+    capabilities = capabilities(None)
 
     def __init__(
         self,
@@ -54,6 +60,7 @@ class NatsTransport:
         random: Callable[[], float] = random.random,
     ) -> None:
         servers, who = parse(url, login)
+        self._creates = asks_to_create(url)
         self.connection = Connection(servers, who, name=name, timeout=timeout)
         self.office = Office(self.connection, dead_letters or DeadLetters(), on_dead_letter)
         self.random = random
@@ -77,6 +84,11 @@ class NatsTransport:
 
     def broker(self) -> BrokerStatus:
         return self.connection.status()
+
+    def refuses(self, error: Exception) -> bool:
+        if isinstance(error, nats.js.errors.APIError):
+            return error.err_code in _REFUSED
+        return isinstance(error, (nats.errors.MaxPayloadError, UnicodeError))
 
     async def prepare(self, source: Source) -> None:
         """Find the consumer, or make it, and say what the server would ignore in silence."""
@@ -157,7 +169,7 @@ class NatsTransport:
                 )
             case None if source.group is not None:
                 stream = await self._stream_of(source.channel)
-                return Durable(stream=stream, consumer=source.group)
+                return Durable(stream=stream, consumer=source.group, create=self._creates)
             case None:
                 return Ephemeral()
             case other:
