@@ -157,7 +157,7 @@ class Registry:
         self._wanted |= names
         async with self._making:
             if names - self.lanes.keys():
-                wanted, self._wanted = self._wanted | names, set()
+                wanted, self._wanted = (self._wanted | names) - self.lanes.keys(), set()
                 await self.make(wanted)
 
     async def make(self, names: Iterable[tuple[str, str]]) -> None:
