@@ -102,7 +102,14 @@ def _pipeline() -> None:
     app.add_typer(pipeline, name="pipeline")
 
 
+def _bridge() -> None:
+    from settled.bridge.command import bridge
+
+    app.command()(bridge)
+
+
 _add("serve", "server", _serve)
+_add("bridge", "cli", _bridge)
 _add("pipeline", "spark", _pipeline)
 _add("router", "router", _router)
 

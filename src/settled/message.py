@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from settled import cloudevents
 from settled.cloudevents import CloudEvent
 from settled.codec import Decode, content_type_of
-from settled.settlement import Ack, Action, Reason, Reject, Requeue
+from settled.settlement import Ack, Action, Nack, Reason, Reject, Requeue
 
 T = TypeVar("T")
 
@@ -124,6 +124,11 @@ class Message(Generic[T]):
         return MappingProxyType(dict(self._delivery.headers))
 
     @property
+    def lane(self) -> str | None:
+        """The lane it is in order with: a partition, key or session; None if it has none."""
+        return self._delivery.lane
+
+    @property
     def attempt(self) -> int:
         """Which delivery this is, as the broker counts: 1 is the first."""
         return self._delivery.attempt
@@ -156,6 +161,10 @@ class Message(Generic[T]):
             raise ValueError(f"nak: delay must be 0 or more seconds, got {delay!r}")
         return self._settler.settle(self._delivery, Requeue(delay))
 
+    def release(self) -> Awaitable[None]:
+        """Given back: anyone may have it, and no attempt is counted where the broker allows that."""
+        return self._settler.settle(self._delivery, _NACK)
+
     def term(self, reason: str | None = None) -> Awaitable[None]:
         """Never again: to the dead letters, with the reason."""
         return self._settler.settle(self._delivery, Reject(Reason.DELIVERY_ERROR, reason or ""))
@@ -169,6 +178,7 @@ class Message(Generic[T]):
 
 
 _ACK = Ack()
+_NACK = Nack()
 
 
 class Done:

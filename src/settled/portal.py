@@ -31,6 +31,11 @@ class Portal:
             future.cancel()
             raise
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its thread runs."""
+        return self._loop is not None
+
     def _start(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 
 import pytest
 
@@ -212,3 +213,22 @@ async def test_a_queue_made_by_a_push_takes_namespace_and_task_from_its_name(eng
 @with_engine
 async def test_an_empty_push_answers_nothing(engine: Engine) -> None:
     assert await engine.push([]) == []
+
+
+@with_engine
+async def test_a_crowd_of_first_pushes_makes_each_partition_once(engine: Engine) -> None:
+    registry = engine._core.registry
+    make, made = registry.make, []
+
+    async def counted(names: Iterable[tuple[str, str]]) -> None:
+        made.extend(names)
+        await make(names)
+
+    registry.make = counted  # type: ignore[method-assign]
+    pushes = [engine.push([PushItem("q", partition=f"lane {n % 5}")]) for n in range(500)]
+    bad = engine.push([PushItem("q", partition="\0")])
+    *results, refused = await asyncio.gather(*pushes, bad, return_exceptions=True)
+    assert isinstance(refused, BadRequest)
+    assert {r[0].status for r in results if isinstance(r, list)} == {"queued"}
+    assert len(results) == 500
+    assert sorted(made) == [("q", f"lane {n}") for n in range(5)]

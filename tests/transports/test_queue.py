@@ -243,3 +243,33 @@ def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 def test_schemes(tmp_path: Path) -> None:
     assert isinstance(App("postgresql://localhost/x").transport, PostgresTransport)
     assert isinstance(App("http://localhost:6632").transport, HttpTransport)
+
+
+def test_a_handler_with_a_loop_of_its_own_publishes_on_the_apps_connection(dsn: str) -> None:
+    transport = PostgresTransport(dsn)
+    app = App(transport=transport)
+    name = f"orders-{uuid.uuid4().hex[:8]}"
+
+    @app.subscriber(name)
+    def handle(number: int) -> None:
+        async def publish() -> None:
+            await app.publish(f"{name}-next", number)
+
+        asyncio.run(publish())
+        app.stop()
+
+    async def main() -> int:
+        await app.publish(name, 1)
+        status = await asyncio.wait_for(app.serve(), 60)
+        return status.counts.acked
+
+    connected: list[object] = []
+    connect = transport.connect
+
+    async def counted() -> Any:
+        connected.append(1)
+        return await connect()
+
+    transport.connect = counted  # type: ignore[method-assign]
+    assert asyncio.run(main()) == 1
+    assert len(connected) == 1

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 from settled.clock import Bell, Clock
-from settled.message import Delivery
+from settled.message import Delivery, Settler
 from settled.policy import Policy
 from settled.pump.log import SettlementLog, logger
 from settled.pump.loop import Counts, Effect, Status, Stopped, Strikes, pump
+from settled.pump.settlers import AwaitableSettler, BlockingSettler
 from settled.settlement import describe
 from settled.subscriber import Subscription
-from settled.transports.base import Capabilities
+from settled.transports.base import AsyncChannel, Capabilities, Channel
+
+C = TypeVar("C", bound=Channel | AsyncChannel)
 
 
-class Pump:
-    """One performer of a subscription."""
+class Pump(Generic[C]):
+    """One performer of a subscription, on a channel of one kind; its settler is that kind's."""
+
+    settler: ClassVar[type[BlockingSettler] | type[AwaitableSettler]]
 
     def __init__(
         self,
         subscription: Subscription,
+        channel: C,
         clock: Clock,
         strikes: Strikes | None = None,
         *,
         until_idle: bool = False,
     ) -> None:
         self.subscription = subscription
+        self.channel = channel
         self.status = Status.CREATED
         self.why = ""
         self.error: BaseException | None = None
@@ -37,17 +44,20 @@ class Pump:
         self._until_idle = until_idle
         self._clock = clock
         self._stop = Bell()
+        self._settler: Settler = self.settler(channel)  # type: ignore[arg-type]
 
     def stop(self) -> None:
         """End after the message in hand; pauses end at once. Safe from any thread."""
         self._stop.ring()
+        self.channel.wake()
 
     @property
     def stopping(self) -> bool:
         return self._stop.rung > 0
 
-    def _effects(self, capabilities: Capabilities) -> Generator[Effect, Any, Stopped]:
+    def _effects(self) -> Generator[Effect, Any, Stopped]:
         self.status = Status.STARTED
+        capabilities = self.channel.capabilities
         return pump(
             _within(self.subscription.policy, capabilities),
             counts=self.counts,

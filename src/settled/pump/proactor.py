@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from settled.clock import Clock
 from settled.message import Message, in_hand
 from settled.pump.driver import Pump
-from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped, Strikes
+from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped
 from settled.pump.settlers import AwaitableSettler
 from settled.settlement import Cancelled, Outcome, Raised, Returned, Undecodable
-from settled.subscriber import Subscription
 from settled.transports.base import AsyncChannel
 
 _RETURNED = Returned()
@@ -26,29 +24,14 @@ _INTERRUPTED: dict[type[Effect], Callable[[BaseException], Any]] = {
 }
 
 
-class Proactor(Pump):
+class Proactor(Pump[AsyncChannel]):
     """The driver of async handlers; `run()` is awaited until the pump ends."""
 
-    def __init__(
-        self,
-        subscription: Subscription,
-        channel: AsyncChannel,
-        clock: Clock,
-        strikes: Strikes | None = None,
-        *,
-        until_idle: bool = False,
-    ) -> None:
-        super().__init__(subscription, clock, strikes, until_idle=until_idle)
-        self.channel = channel
-        self._settler = AwaitableSettler(channel)
-
-    def stop(self) -> None:
-        super().stop()
-        self.channel.wake()
+    settler = AwaitableSettler
 
     async def run(self) -> Stopped:
         """Pump until told to stop or cancelled, or until the limit is reached."""
-        effects = self._effects(self.channel.capabilities)
+        effects = self._effects()
         carry_out: dict[type[Effect], Callable[[Any], Awaitable[Any]]] = {
             Handle: self._handle,
             Settle: self._settle,
@@ -65,7 +48,7 @@ class Proactor(Pump):
                     # What is in hand and buffered is still to be released, in this very task.
                     cancelled = error
                     _uncancel()
-                    super().stop()
+                    self._stop.ring()
                     answer = _INTERRUPTED[type(effect)](error)
                 effect = effects.send(answer)
         except StopIteration as end:

@@ -5,41 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from settled.clock import Clock
 from settled.message import Message, in_hand
 from settled.pump.driver import Pump
-from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped, Strikes
+from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped
 from settled.pump.settlers import BlockingSettler
 from settled.settlement import Nack, Outcome, Raised, Returned, Undecodable
-from settled.subscriber import Subscription
 from settled.transports.base import Channel
 
 _RETURNED = Returned()
 
 
-class Reactor(Pump):
+class Reactor(Pump[Channel]):
     """The driver of sync handlers; `run()` blocks until the pump ends."""
 
-    def __init__(
-        self,
-        subscription: Subscription,
-        channel: Channel,
-        clock: Clock,
-        strikes: Strikes | None = None,
-        *,
-        until_idle: bool = False,
-    ) -> None:
-        super().__init__(subscription, clock, strikes, until_idle=until_idle)
-        self.channel = channel
-        self._settler = BlockingSettler(channel)
-
-    def stop(self) -> None:
-        super().stop()
-        self.channel.wake()
+    settler = BlockingSettler
 
     def run(self) -> Stopped:
         """Pump until told to stop, or until the limit is reached."""
-        effects = self._effects(self.channel.capabilities)
+        effects = self._effects()
         carry_out: dict[type[Effect], Callable[[Any], Any]] = {
             Handle: self._handle,
             Settle: self._settle,

@@ -88,6 +88,8 @@ class Registry:
         self.groups: dict[str, int] = {}
         self.group_names: dict[int, str] = {}
         self.news = asyncio.Event()
+        self._wanted: set[tuple[str, str]] = set()
+        self._making = asyncio.Lock()
 
     def announce(self) -> None:
         """Wake whoever waits for a queue that did not exist."""
@@ -146,6 +148,17 @@ class Registry:
         self.lanes_by_uid.pop(lane.uid, None)
         if self.lanes.get((lane.queue.name, lane.name)) is lane:
             del self.lanes[(lane.queue.name, lane.name)]
+
+    async def make_once(self, names: set[tuple[str, str]]) -> None:
+        """Find these or make them, in one go for all who ask: a first push is often one of a crowd."""
+        for queue, partition in names:
+            check_name("queue", queue)
+            check_name("partition", partition)
+        self._wanted |= names
+        async with self._making:
+            if names - self.lanes.keys():
+                wanted, self._wanted = (self._wanted | names) - self.lanes.keys(), set()
+                await self.make(wanted)
 
     async def make(self, names: Iterable[tuple[str, str]]) -> None:
         """Find these (queue, partition) or make them, in bulk."""

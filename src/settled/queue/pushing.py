@@ -36,7 +36,7 @@ async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:
         if item.delay_seconds:
             later = True
     if unknown:
-        await core.registry.make(unknown)
+        await core.registry.make_once(unknown)
         limited = True  # look closer: one of them may have a limit
     if not later and not limited:
         return await push_items(core.pusher, core.registry, items)

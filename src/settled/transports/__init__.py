@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from settled.clock import Clock
 from settled.signals import ConfigurationError
@@ -19,11 +19,13 @@ class Kind:
     module: str
     name: str
     extra: str
+    creates: bool = False
+    """Whether `?create=true` in its URL makes what is missing on the broker."""
 
 
 _POSTGRES = Kind("settled.transports.postgres", "PostgresTransport", "queue")
 _HTTP = Kind("settled.transports.http", "HttpTransport", "client")
-_NATS = Kind("settled.transports.nats", "NatsTransport", "nats")
+_NATS = Kind("settled.transports.nats", "NatsTransport", "nats", creates=True)
 
 KINDS = {
     "postgresql": _POSTGRES,
@@ -33,6 +35,19 @@ KINDS = {
     "tls": _NATS,
 }
 """The transports that have a broker, by the scheme of their URL."""
+
+
+def creating(url: str) -> str:
+    """The URL, asking for what is missing to be made where that can be asked.
+
+    >>> creating("nats://127.0.0.1:4222"), creating("postgresql://localhost/db")
+    ('nats://127.0.0.1:4222?create=true', 'postgresql://localhost/db')
+    """
+    parts = urlsplit(url)
+    kind = KINDS.get(parts.scheme)
+    if kind is None or not kind.creates or "create" in dict(parse_qsl(parts.query)):
+        return url
+    return f"{url}{'&' if parts.query else '?'}create=true"
 
 
 def connect(url: str, clock: Clock) -> Transport:

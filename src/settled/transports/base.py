@@ -65,6 +65,10 @@ class Capabilities:
     """A lease can be started anew while the handler runs; False also where there is none that runs out."""
     wakes: bool = False
     """A receive that waits ends when a message arrives, so no pause is needed after an empty one."""
+    lanes: bool = False
+    """Messages published with the same `lane` stay in order; where False, publish refuses a lane."""
+    lease: float | None = None
+    """How many seconds a delivery is a consumer's own; None if that is not known, or has no end."""
     max_attempts: int | None = None
     """After so many deliveries the broker itself gives a message up; None if it never does."""
 
@@ -201,6 +205,13 @@ class AsyncChannel(Protocol):
 class Transport(Protocol):
     """A broker: opened once, then asked for channels."""
 
+    capabilities: Capabilities
+    """What its channels can do, as far as that can be said with nothing opened; a channel's own may say more.
+
+    It is declared on the class, and the table in docs/brokers.md is made from it. A class that can be set up
+    to work in another way has that in `variants` too, a mapping from what it is called to its capabilities.
+    """
+
     async def open(self) -> None:
         """Connect; called in the loop that the app runs on."""
 
@@ -223,6 +234,14 @@ class Prepares(Protocol):
 
     async def prepare(self, source: Source) -> None:
         """Called after open and before the channels of this source; raises what is wrong with it."""
+
+
+@runtime_checkable
+class Refuses(Protocol):
+    """A transport that can tell a message it will never take from a moment in which it takes none."""
+
+    def refuses(self, error: Exception) -> bool:
+        """Whether a publish that failed with this error would fail at every further try: too large, say."""
 
 
 @runtime_checkable

@@ -16,9 +16,10 @@ from settled.client.wire import Wire
 from settled.codec import BYTES, JSON, TEXT, content_type_of
 from settled.message import Metadata
 from settled.transports.base import Outgoing, Published, Source
-from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Verdict, lost
+from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Rules, Verdict, lost
 
 _LEASE_SECONDS = 300
+_REFUSED_FOR_GOOD = (400, 413, 415, 422)
 
 
 class _Popped(msgspec.Struct, rename="camel"):
@@ -38,8 +39,9 @@ class _PoppedAnswer(msgspec.Struct):
     messages: list[_Popped] = []
 
 
-class _Options(msgspec.Struct, frozen=True):
+class _Options(msgspec.Struct, frozen=True, rename="camel"):
     retry: str = "in_order"
+    lease_time: float = Rules().lease
 
 
 class _Described(msgspec.Struct):
@@ -73,8 +75,17 @@ class HttpTransport(QueueTransport):
 
     async def connect(self) -> HttpBackend:
         backend = HttpBackend(Wire(self._url, self._resilience, 30.0, {}))
-        await backend.wire.call("GET", "/health")
+        try:
+            await backend.wire.call("GET", "/health")
+        except BaseException:
+            await backend.close()
+            raise
         return backend
+
+    def refuses(self, error: Exception) -> bool:
+        return isinstance(error, UnicodeError) or (
+            isinstance(error, Refused) and error.status in _REFUSED_FOR_GOOD
+        )
 
 
 class HttpBackend:
@@ -83,14 +94,15 @@ class HttpBackend:
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
 
-    async def keeps_order(self, queue: str) -> bool:
+    async def rules(self, queue: str) -> Rules:
         try:
             answer = await self.wire.call("GET", f"/api/v1/resources/queues/{quote(queue, safe='')}")
         except Refused as refused:
             if refused.status == 404:
-                return True
+                return Rules()
             raise
-        return _described.decode(answer).options.retry == "in_order"
+        options = _described.decode(answer).options
+        return Rules(options.lease_time, options.retry == "in_order")
 
     async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery]:
         group = source.group or DEFAULT_GROUP

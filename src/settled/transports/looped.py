@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Coroutine
+from typing import Any, Generic, Protocol, TypeVar
 
 from settled.portal import Portal
-from settled.transports.base import AsyncChannel, Channel, Outgoing, Publication, Published, Source
+from settled.transports.base import (
+    AsyncChannel,
+    Capabilities,
+    Channel,
+    Outgoing,
+    Publication,
+    Published,
+    Source,
+)
 from settled.transports.faces import BlockingChannel
 
 
@@ -23,8 +32,10 @@ C = TypeVar("C", bound=Closes)
 class LoopTransport(ABC, Generic[C]):
     """Connects once a loop: the app's, and one in a thread for sync code while no app runs.
 
-    A subclass says how to connect, how to publish and what a channel is; all three are awaited.
+    A subclass says what its channels can do, how to connect, how to publish and what a channel is.
     """
+
+    capabilities: Capabilities
 
     def __init__(self) -> None:
         self._connections: dict[asyncio.AbstractEventLoop, asyncio.Task[C]] = {}
@@ -74,13 +85,24 @@ class LoopTransport(ABC, Generic[C]):
         return BlockingChannel(self.async_channel(source), asyncio.get_running_loop())
 
     def publish(self, message: Outgoing) -> Publication:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return Publication.of(self._publish_blocking(message))
-        return Publication.when_awaited(self.push(message))
+        serving = self._serving
+        home = None if serving is None or serving.is_closed() else serving
+        return publish_from_anywhere(self.push(message), home, self._portal)
 
-    def _publish_blocking(self, message: Outgoing) -> Published:
-        if self._serving is not None:
-            return asyncio.run_coroutine_threadsafe(self.push(message), self._serving).result()
-        return self._portal.run(self.push(message))
+
+def publish_from_anywhere(
+    call: Coroutine[Any, Any, Published], home: asyncio.AbstractEventLoop | None, portal: Portal
+) -> Publication:
+    """Publish on the loop `home` if there is one, else where the caller is: on its loop, or in the portal.
+
+    On a running loop it is awaited; in other code it is done when this returns.
+    """
+    try:
+        here = asyncio.get_running_loop()
+    except RuntimeError:
+        if home is None:
+            return Publication.of(portal.run(call))
+        return Publication.of(asyncio.run_coroutine_threadsafe(call, home).result())
+    if home is None or home is here:
+        return Publication.when_awaited(call)
+    return Publication.when_awaited(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, home)))

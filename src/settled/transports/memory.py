@@ -7,6 +7,7 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Literal
 
@@ -39,6 +40,7 @@ from settled.transports.lanes import (
 from settled.transports.letters import destination, letter
 
 DEFAULT_GROUP = "__QUEUE_MODE__"
+CAPABILITIES = Capabilities(nack=NackMeans.RELEASE, reject=RejectMeans.TOGETHER, wakes=True, lanes=True)
 
 
 class Group:
@@ -108,6 +110,8 @@ class MemoryTransport:
     Messages published with the same `lane` are handed out in order, one lease on the lane at a time.
     Messages without one are independent of each other.
     """
+
+    capabilities = CAPABILITIES
 
     def __init__(
         self, *, clock: Clock | None = None, on_settled: Callable[[Settled], None] | None = None
@@ -227,11 +231,10 @@ def _due(queue: Queue, group: Group) -> float | None:
 class MemoryChannel:
     """One subscriber's end of a queue; no call here blocks."""
 
-    capabilities = Capabilities(nack=NackMeans.RELEASE, reject=RejectMeans.TOGETHER, wakes=True)
-
     def __init__(self, transport: MemoryTransport, source: Source, queue: Queue, group: Group) -> None:
         self.clock = transport.clock
         self.bell = queue.bell
+        self.capabilities = replace(CAPABILITIES, lease=queue.options.lease)
         self._transport = transport
         self._lock = transport._lock
         self._source = source

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from settled.codec import BYTES, content_type_of
 from settled.message import Metadata
 from settled.queue.engine import Engine
-from settled.queue.types import AckItem, NotFound, PopRequest, PushItem
+from settled.queue.types import AckItem, BadRequest, NotFound, PopRequest, PushItem
 from settled.transports.base import Outgoing, Published, Source
-from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Verdict, lost
+from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Rules, Verdict, lost
 
 _LEASE_SECONDS = 300
 
@@ -24,6 +24,9 @@ class PostgresTransport(QueueTransport):
     async def connect(self) -> EngineBackend:
         return EngineBackend(await Engine.open(self._dsn))
 
+    def refuses(self, error: Exception) -> bool:
+        return isinstance(error, BadRequest)
+
 
 class EngineBackend:
     """The engine, spoken to as a backend."""
@@ -31,11 +34,12 @@ class EngineBackend:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    async def keeps_order(self, queue: str) -> bool:
+    async def rules(self, queue: str) -> Rules:
         try:
-            return (await self.engine.queue(queue)).options.retry == "in_order"
+            options = (await self.engine.queue(queue)).options
         except NotFound:
-            return True
+            return Rules()
+        return Rules(options.lease_time, options.retry == "in_order")
 
     async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery]:
         popped = await self.engine.pop(

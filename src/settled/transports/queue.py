@@ -6,7 +6,7 @@ import asyncio
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
@@ -31,6 +31,7 @@ SPREAD = 16
 
 logger = logging.getLogger("settled")
 
+_SPREAD_LANE = "spread-"
 _FLUSH_AFTER = 0.05
 _WAIT_AT_MOST = 1.0
 
@@ -43,6 +44,15 @@ class Verdict:
     status: str
     error: str | None = None
     delay: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a channel has to know of a queue's options."""
+
+    lease: float = 300.0
+    in_order: bool = True
+    """A lane waits for a message that failed."""
 
 
 class QueueDelivery(Delivery):
@@ -81,8 +91,8 @@ class QueueDelivery(Delivery):
 class Backend(Protocol):
     """A way to reach the queue, on one event loop."""
 
-    async def keeps_order(self, queue: str) -> bool:
-        """Whether a lane of the queue waits for a message that failed."""
+    async def rules(self, queue: str) -> Rules:
+        """How the queue leases and retries; the defaults if there is no such queue yet."""
 
     async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery]:
         """Lease up to `limit` messages, of as many lanes."""
@@ -117,27 +127,29 @@ class QueueChannel:
     acknowledgements and releases wait for the rest of their batch, at most 50 ms; a failure takes them along.
     """
 
-    capabilities = Capabilities(nack=NackMeans.RELEASE, reject=RejectMeans.NATIVE, wakes=True)
+    capabilities = Capabilities(nack=NackMeans.RELEASE, reject=RejectMeans.NATIVE, wakes=True, lanes=True)
 
     def __init__(self, transport: QueueTransport, source: Source) -> None:
         self._transport = transport
         self._source = source
         self._group = source.group or DEFAULT_GROUP
         self._wakes = 0
-        self._ordered: bool | None = None
+        self._rules: Rules | None = None
         self._late: set[asyncio.Task[None]] = set()
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         wakes = self._wakes
         backend = await self._transport.connection()
-        if self._ordered is None:
-            self._ordered = await backend.keeps_order(self._source.channel)
+        if self._rules is None:
+            self._rules = await backend.rules(self._source.channel)
+            self.capabilities = replace(self.capabilities, lease=self._rules.lease)
+        ordered = self._rules.in_order
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         while True:
             # Short waits, so that a stop does not have to wait for a long one.
             wait = max(0.0, min(_WAIT_AT_MOST, until - loop.time()))
-            taken = await backend.pop(self._source, limit, wait, self._ordered)
+            taken = await backend.pop(self._source, limit, wait, ordered)
             if taken:
                 batch = Batch(len(taken))
                 for delivery in taken:
@@ -227,6 +239,16 @@ def _mine(delivery: Delivery) -> QueueDelivery:
     return delivery
 
 
+def was_spread(lane: str) -> bool:
+    """Whether the lane was given to a message that had none: its order means nothing.
+
+    >>> was_spread("spread-07"), was_spread("eu")
+    (True, False)
+    """
+    number = lane.removeprefix(_SPREAD_LANE)
+    return number != lane and number.isdecimal() and int(number) < SPREAD
+
+
 def lost(delivery: QueueDelivery, why: str) -> LeaseLost:
     """The error for a delivery that is not the caller's to settle any more."""
     return LeaseLost(f"queue {delivery.subject!r}: message {delivery.id!r}: {why}")
@@ -234,6 +256,8 @@ def lost(delivery: QueueDelivery, why: str) -> LeaseLost:
 
 class QueueTransport(LoopTransport[Backend]):
     """The queue, through whatever backend a subclass connects."""
+
+    capabilities = QueueChannel.capabilities
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,6 +272,6 @@ class QueueTransport(LoopTransport[Backend]):
         if lane is None:
             # The same id must meet itself in the same lane, or it would not be found to be a duplicate.
             number = next(self._turn) if message.id is None else zlib.crc32(message.id.encode())
-            lane = f"spread-{number % SPREAD:02}"
+            lane = f"{_SPREAD_LANE}{number % SPREAD:02}"
         backend = await self.connection()
         return await backend.push(message, lane)

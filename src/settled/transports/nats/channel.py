@@ -39,8 +39,10 @@ class Reader(Protocol):
 def capabilities(consumer: Consumer | None) -> Capabilities:
     """What can be said of a consumer before the first message."""
     nack = NackMeans.NONE if consumer is not None and consumer.ack_policy == "none" else NackMeans.RELEASE
-    limit = None if consumer is None else consumer.max_deliver
-    return Capabilities(nack=nack, wakes=True, max_attempts=limit)
+    if consumer is None:
+        return Capabilities(nack=nack, wakes=True)
+    lease = min(consumer.backoff, default=consumer.ack_wait)
+    return Capabilities(nack=nack, wakes=True, lease=lease, max_attempts=consumer.max_deliver)
 
 
 class NatsChannel:

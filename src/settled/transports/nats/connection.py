@@ -78,6 +78,14 @@ class Login:
         return {name: value for name, value in found.items() if value is not None}
 
 
+def asks_to_create(url: str) -> bool:
+    """Whether the URL says `create=true`: make the durable consumer of a group that has none."""
+    found = dict(parse_qsl(urlsplit(url).query)).get("create", "false")
+    if found not in ("true", "false"):
+        raise ConfigurationError(f"nats: create in the URL must be true or false, got {found!r}")
+    return found == "true"
+
+
 def parse(url: str, login: Login | None) -> tuple[list[str], Login]:
     """The servers of a URL, and the login its query gives: credentials, nkey, tls_ca, tls_cert, tls_key.
 
@@ -86,13 +94,13 @@ def parse(url: str, login: Login | None) -> tuple[list[str], Login]:
     """
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query))
-    known = {"credentials", "nkey", "tls_ca", "tls_cert", "tls_key"}
+    known = {"create", "credentials", "nkey", "tls_ca", "tls_cert", "tls_key"}
     if query.keys() - known:
         unknown = ", ".join(sorted(query.keys() - known))
         raise ConfigurationError(
             f"nats: the URL has no option {unknown}; there are {', '.join(sorted(known))}"
         )
-    if query and login is not None:
+    if query.keys() - {"create"} and login is not None:
         raise ConfigurationError("nats: give the login either in the URL's query or as login=, not both")
     who, _, hosts = parts.netloc.rpartition("@")
     prefix = f"{parts.scheme}://{who}@" if who else f"{parts.scheme}://"

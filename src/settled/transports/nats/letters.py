@@ -13,6 +13,7 @@ from nats.js.api import StreamConfig
 from settled.settlement import Reason, Reject
 from settled.signals import ConfigurationError
 from settled.transports.base import Source
+from settled.transports.letters import destination
 from settled.transports.nats.connection import Connection, logger
 from settled.transports.nats.delivery import MSG_ID, NatsDelivery
 from settled.transports.nats.sources import Consumer
@@ -172,9 +173,7 @@ class Office:
 
     async def write(self, letter: Letter, source: Source) -> bool:
         """Store a letter, confirmed; False if it was there already."""
-        to = source.dead_letter
-        if letter.reason is Reason.UNACCEPTABLE:
-            to = source.invalid or to
+        to = destination(source, Reject(letter.reason, letter.error))
         headers = letter.wire_headers()
         if to is None:
             to = f"{self.settings.subject}.{letter.identity}"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import threading
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
+import nats.errors
 import nats.js.errors
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
 
 from settled.observe import tracing
+from settled.portal import Portal
 from settled.signals import ConfigurationError
 from settled.transports.base import (
     BrokerStatus,
@@ -25,14 +25,18 @@ from settled.transports.base import (
     Published,
     Source,
 )
+from settled.transports.looped import publish_from_anywhere
 from settled.transports.nats.advisories import Coroner
 from settled.transports.nats.blocking import NatsBlockingChannel
-from settled.transports.nats.channel import NatsChannel
-from settled.transports.nats.connection import Connection, Login, logger, parse
+from settled.transports.nats.channel import NatsChannel, capabilities
+from settled.transports.nats.connection import Connection, Login, asks_to_create, logger, parse
 from settled.transports.nats.delivery import MSG_ID
 from settled.transports.nats.feeds import Feed, PullFeed, PushFeed
 from settled.transports.nats.letters import DeadLetters, Letter, Office
 from settled.transports.nats.sources import Consumer, Durable, Ephemeral, Settings, overlap
+
+# A message, or its headers, larger than the stream takes.
+_REFUSED = (10054, 10097)
 
 
 class NatsTransport:
@@ -41,6 +45,8 @@ class NatsTransport:
     >>> NatsTransport("nats://127.0.0.1:4222").broker().detail
     'not connected to 127.0.0.1:4222'
     """
+
+    capabilities = capabilities(None)
 
     def __init__(
         self,
@@ -54,21 +60,21 @@ class NatsTransport:
         random: Callable[[], float] = random.random,
     ) -> None:
         servers, who = parse(url, login)
+        self._creates = asks_to_create(url)
         self.connection = Connection(servers, who, name=name, timeout=timeout)
         self.office = Office(self.connection, dead_letters or DeadLetters(), on_dead_letter)
         self.random = random
         self._consumers: list[tuple[Source, Consumer]] = []
         self._coroners: list[Coroner] = []
         self._pushed: dict[str, PushFeed] = {}
-        self._thread: _LoopThread | None = None
-        self._starting = threading.Lock()
+        self._portal = Portal("settled-nats")
 
     async def open(self) -> None:
-        await self._leave_thread()
+        await self._leave_portal()
         await self.connection.open()
 
     async def close(self) -> None:
-        await self._leave_thread()
+        await self._leave_portal()
         for coroner in self._coroners:
             await coroner.stop()
         self._coroners, self._consumers = [], []
@@ -77,6 +83,11 @@ class NatsTransport:
 
     def broker(self) -> BrokerStatus:
         return self.connection.status()
+
+    def refuses(self, error: Exception) -> bool:
+        if isinstance(error, nats.js.errors.APIError):
+            return error.err_code in _REFUSED
+        return isinstance(error, (nats.errors.MaxPayloadError, UnicodeError))
 
     async def prepare(self, source: Source) -> None:
         """Find the consumer, or make it, and say what the server would ignore in silence."""
@@ -157,7 +168,7 @@ class NatsTransport:
                 )
             case None if source.group is not None:
                 stream = await self._stream_of(source.channel)
-                return Durable(stream=stream, consumer=source.group)
+                return Durable(stream=stream, consumer=source.group, create=self._creates)
             case None:
                 return Ephemeral()
             case other:
@@ -204,29 +215,14 @@ class NatsTransport:
         )
 
     def publish(self, message: Outgoing) -> Publication:
-        """Publish, acknowledged by the stream.
-
-        On a running loop it is awaited; in other code it is done when it returns, on the app's loop if that
-        runs, else on a thread of its own.
-        """
+        """Publish, acknowledged by the stream."""
         headers = tracing.inject(dict(message.headers))
         if message.lane is not None:
             raise ConfigurationError(
                 f"publish to {message.subject!r}: NATS has no lanes; for order, read with max_ack_pending=1"
             )
-        message = replace(message, headers=headers)
-        here, home = _running_loop(), self.connection.home
-        if here is not None:
-            if home is None or home is here:
-                return Publication.when_awaited(self._publish(message))
-            call = asyncio.run_coroutine_threadsafe(self._publish(message), home)
-            return Publication.when_awaited(asyncio.wrap_future(call))
-        if home is None:
-            with self._starting:
-                if self._thread is None:
-                    self._thread = _LoopThread()
-            return Publication.of(self._thread.run(self._publish(message)))
-        return Publication.of(asyncio.run_coroutine_threadsafe(self._publish(message), home).result())
+        call = self._publish(replace(message, headers=headers))
+        return publish_from_anywhere(call, self.connection.home, self._portal)
 
     async def _publish(self, message: Outgoing) -> Published:
         await self.connection.open()
@@ -242,12 +238,11 @@ class NatsTransport:
         stored = await self.connection.publish(subject, message.data, headers)
         return Published(id=identity, duplicate=stored.duplicate, sequence=stored.sequence)
 
-    async def _leave_thread(self) -> None:
+    async def _leave_portal(self) -> None:
         """Give up the connection of sync code that published before the app ran, or after."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            await asyncio.to_thread(thread.run, self.connection.close())
-            await asyncio.to_thread(thread.stop)
+        if self._portal.is_open:
+            await asyncio.to_thread(self._portal.run, self.connection.close())
+            await asyncio.to_thread(self._portal.close)
 
 
 def _warn(consumer: Consumer, source: Source) -> None:
@@ -266,27 +261,3 @@ def _warn(consumer: Consumer, source: Source) -> None:
             source.channel,
             name,
         )
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-class _LoopThread:
-    """A loop in a thread, for sync code outside a running app."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="settled-nats", daemon=True)
-        self._thread.start()
-
-    def run(self, call: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()

@@ -1,0 +1,224 @@
+"""A source that hands out a window of unsettled messages, and keeps what is out until it is settled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Awaitable, Callable, Sequence
+
+from settled.message import Delivery
+from settled.settlement import Reject, describe
+from settled.signals import ConfigurationError
+from settled.transports.base import (
+    AsyncChannel,
+    BrokerStatus,
+    Channel,
+    Outgoing,
+    Prepares,
+    Publication,
+    Reports,
+    Source,
+    Transport,
+)
+
+logger = logging.getLogger("settled")
+
+EXTEND_EVERY = 2.0
+"""How often the leases of what is out are started anew where the transport does not say how long they are."""
+_SELDOM = 20.0
+
+
+class Window:
+    """What is out, and how much more may be."""
+
+    def __init__(self, size: int, limit: int | None) -> None:
+        self.size = size
+        self.limit = limit
+        self.settled = 0
+        self.out: dict[Delivery, float] = {}
+        """When each was received, or extended last."""
+        self.active = 0.0
+        """When something last came, went or failed, by the loop's clock."""
+        self._changed = asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether as many as were wanted are settled."""
+        return self.limit is not None and self.settled >= self.limit
+
+    def room(self) -> int:
+        """How many more may be handed out."""
+        room = self.size - len(self.out)
+        return room if self.limit is None else min(room, self.limit - self.settled - len(self.out))
+
+    async def wait_for(self, wanted: int, seconds: float) -> int:
+        """The room there is, as soon as it is as much as is wanted, or after the time."""
+        if self.limit is not None:
+            wanted = min(wanted, max(1, self.limit - self.settled - len(self.out)))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.room() < wanted:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return min(wanted, self.room())
+
+    def took(self, deliveries: Sequence[Delivery]) -> None:
+        now = asyncio.get_running_loop().time()
+        for delivery in deliveries:
+            self.out[delivery] = now
+        if deliveries or not self.active:
+            self.active = now
+
+    def ended(self, delivery: Delivery, *, settled: bool) -> None:
+        self.out.pop(delivery, None)
+        self.settled += settled
+        self.touch()
+
+    def touch(self) -> None:
+        """Something happened."""
+        self.active = asyncio.get_running_loop().time()
+        self._changed.set()
+
+
+class WindowedChannel:
+    """A channel whose receive waits for room, and whose messages are kept until they are settled."""
+
+    def __init__(self, inner: AsyncChannel, window: Window, drain: Callable[[], Awaitable[None]]) -> None:
+        self.capabilities = inner.capabilities
+        self._inner = inner
+        self._window = window
+        self._drain = drain
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
+        # As much as is asked for if it is there soon: many small receives would be slow.
+        room = await self._window.wait_for(limit, timeout)
+        if room <= 0:
+            return ()
+        try:
+            taken = await self._inner.receive(room, timeout)
+        except Exception:
+            self._window.touch()
+            raise
+        self._window.took(taken)
+        # Not before: a channel may know only now how long a lease is.
+        if taken and self._keeper is None and self._inner.capabilities.extends:
+            self._keeper = asyncio.create_task(self._keep(), name="bridge-leases")
+        return taken
+
+    async def ack(self, delivery: Delivery) -> None:
+        await self._settle(delivery, self._inner.ack(delivery), settled=True)
+
+    async def nack(self, delivery: Delivery) -> None:
+        await self._settle(delivery, self._inner.nack(delivery))
+
+    async def requeue(self, delivery: Delivery, delay: float | None) -> None:
+        await self._settle(delivery, self._inner.requeue(delivery, delay))
+
+    async def reject(self, delivery: Delivery, rejection: Reject) -> None:
+        await self._settle(delivery, self._inner.reject(delivery, rejection), settled=True)
+
+    async def _settle(self, delivery: Delivery, call: Awaitable[None], *, settled: bool = False) -> None:
+        try:
+            await call
+        except BaseException:
+            # It is the broker's now, and comes again.
+            self._window.ended(delivery, settled=False)
+            raise
+        self._window.ended(delivery, settled=settled)
+
+    async def extend(self, delivery: Delivery) -> None:
+        await self._inner.extend(delivery)
+
+    def wake(self) -> None:
+        self._window.touch()
+        self._inner.wake()
+
+    async def close(self) -> None:
+        await self._drain()
+        if self._keeper is not None:
+            self._keeper.cancel()
+        await self._inner.close()
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            lease = self._inner.capabilities.lease
+            every = EXTEND_EVERY if lease is None else min(lease / 3, _SELDOM)
+            await asyncio.sleep(every / 2)
+            now, seen = loop.time(), set()
+            stale: list[Delivery] = []
+            for delivery, since in self._window.out.items():
+                if now - since < every:
+                    continue
+                # Where a lease is on a whole batch, once is enough.
+                name = delivery.metadata().lease or delivery.id
+                if name not in seen:
+                    seen.add(name)
+                    stale.append(delivery)
+                self._window.out[delivery] = now
+            await asyncio.gather(*(self._extend(delivery) for delivery in stale))
+
+    async def _extend(self, delivery: Delivery) -> None:
+        try:
+            await self._inner.extend(delivery)
+        except Exception as error:
+            logger.warning("bridge: the lease of %s cannot be renewed: %s", delivery.id, describe(error))
+
+
+class WindowedTransport:
+    """The source's transport, seen through a window; `drain` is awaited before a channel closes."""
+
+    def __init__(
+        self, inner: Transport, name: str, window: Window, drain: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.capabilities = inner.capabilities
+        self._inner = inner
+        self._name = name
+        self._window = window
+        self._drain = drain
+
+    async def open(self) -> None:
+        await open_transport(self._inner, self._name)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    async def prepare(self, source: Source) -> None:
+        if isinstance(self._inner, Prepares):
+            await self._inner.prepare(source)
+
+    def broker(self) -> BrokerStatus:
+        if isinstance(self._inner, Reports):
+            return self._inner.broker()
+        return BrokerStatus(connected=True)
+
+    def channel(self, source: Source) -> Channel:
+        raise TypeError("a bridge reads with awaits")
+
+    def async_channel(self, source: Source) -> AsyncChannel:
+        return WindowedChannel(self._inner.async_channel(source), self._window, self._drain)
+
+    def publish(self, message: Outgoing) -> Publication:
+        return self._inner.publish(message)
+
+
+async def open_transport(transport: Transport, name: str) -> None:
+    """Open it; a ConnectionError that names it if it cannot be reached."""
+    try:
+        await transport.open()
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConnectionError(f"bridge: cannot open {name}: {in_one_line(error)}") from error
+
+
+def in_one_line(error: Exception) -> str:
+    """An error as an operator may see it: without the password of a URL in it.
+
+    >>> in_one_line(OSError("GET http://ann:secret@host/health: refused"))
+    'OSError: GET http://host/health: refused'
+    """
+    return re.sub(r"//[^/@\s]*@", "//", " ".join(describe(error).split()))
