@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Consumer, KafkaException, Producer
 
-from settled import App, ConfigurationError, Defer, DontAck, Message
+from settled import App, ConfigurationError, Defer, DontAck, Message, Policy
 from settled.portal import Portal
 from settled.settlement import Reject
 from settled.transports.base import (
@@ -31,7 +31,7 @@ from settled.transports.kafka import KafkaTopic, KafkaTransport
 from settled.transports.kafka.lane import Lane
 from tests.brokers.kafka import LOCK_SECONDS, PRODUCE, TOPIC_AUTHORIZATION_FAILED, Cluster, cluster
 from tests.conftest import Order
-from tests.transports.conformance import Conformance
+from tests.transports.conformance import Conformance, Queue
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 
 LEASE = 1.5
@@ -349,7 +349,11 @@ def test_keys_cloud_events_and_what_others_wrote_come_through(broker: KafkaBroke
     assert abs(facts.timestamp.timestamp() - time.time()) < 600
     channel.reject(delivery, Reject(error="no"))
     reader = Consumer(
-        {"bootstrap.servers": broker.kafka.address, "group.id": "g", "auto.offset.reset": "earliest"}
+        {
+            "bootstrap.servers": broker.kafka.address,
+            "group.id": uuid.uuid4().hex,
+            "auto.offset.reset": "earliest",
+        }
     )
     reader.subscribe([f"{broker.queue}.dead"])
     letter = reader.poll(30)
@@ -452,10 +456,12 @@ def run_until(app: App, done: Callable[[], bool]) -> Any:
 
 
 def test_an_app_blocks_on_a_message_and_then_goes_on_in_order(broker: KafkaBroker) -> None:
-    app = App(address(broker.kafka), dont_ack_delay=0.05)
+    app = App(address(broker.kafka), policy=Policy(dont_ack_delay=0.05))
     seen: list[tuple[int, int]] = []
 
-    @app.subscriber(broker.queue, group="g", buffer=10, requeue_count=3, dead_letter=f"{broker.queue}.dead")
+    @app.subscriber(
+        broker.queue, group=broker.queue, buffer=10, requeue_count=3, dead_letter=f"{broker.queue}.dead"
+    )
     async def handle(message: Message[Order]) -> None:
         number = message.payload.id
         seen.append((number, message.attempt))
@@ -496,3 +502,68 @@ class ShareBroker(KafkaBroker):
 
     def lease(self) -> float:
         return LOCK_SECONDS
+
+    def channel(self, **given: Any) -> Channel:
+        channel = super().channel(**given)
+        # The mock gives a member of a share group nothing before its second heartbeat.
+        assert not channel.receive(1, 0)
+        return channel
+
+
+@pytest.fixture
+def shared(kafka: Cluster) -> Iterator[ShareBroker]:
+    found = ShareBroker(kafka, KafkaTopic(share=True, lease=LOCK_SECONDS))
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+class TestShareGroup(Conformance):
+    @pytest.fixture
+    def broker(self, shared: ShareBroker) -> ShareBroker:
+        return shared
+
+    def test_an_extended_lease_holds(self, queue: Queue) -> None:
+        """The client has no call to renew a lock, and says so."""
+        assert not queue.channel.capabilities.extends
+
+    def test_a_message_given_back_goes_to_another_consumer(self, queue: Queue) -> None:
+        """Both are members before the first message: the mock drops the locks of a member when another joins."""
+        channels = [queue.channel, queue.broker.channel()]
+        queue.publish(b"1")
+        deadline = time.monotonic() + 60
+        received: list[Any] = []
+        while not received and time.monotonic() < deadline:
+            channels.reverse()
+            received += channels[0].receive(1, 0.2)
+        assert received[0].data == b"1"
+        channels[0].nack(received[0])
+        channels[0].close()
+        again = one(channels[1])
+        assert (again.data, again.attempt) == (b"1", 2)
+        channels[1].ack(again)
+
+
+def test_a_lock_of_a_share_group_that_ran_out_is_lost(shared: ShareBroker) -> None:
+    shared.publish(Outgoing(subject=shared.queue, data=b"1"))
+    channel = shared.channel()
+    late = one(channel)
+    again = one(channel)
+    assert again.attempt == 2
+    for call in (channel.ack, channel.nack, channel.extend, lambda d: channel.requeue(d, 0)):
+        with pytest.raises(LeaseLost, match=late.id):
+            call(late)
+    channel.ack(again)
+
+
+def test_a_share_group_counts_and_names_its_limit(shared: ShareBroker) -> None:
+    shared.publish(Outgoing(subject=shared.queue, data=b"1"))
+    channel = shared.channel()
+    assert channel.capabilities.max_attempts == 5
+    for attempt in (1, 2, 3):
+        delivery = one(channel)
+        assert (delivery.attempt, delivery.metadata().redelivery_count) == (attempt, attempt - 1)
+        channel.nack(delivery)
+    channel.close()
+    assert one(shared.channel()).attempt == 4

@@ -107,12 +107,15 @@ class KafkaChannel:
         with self._lock:
             for lane in self._lanes.values():
                 lane.expire(time.monotonic(), now)
+            busy = {place for place, lane in self._lanes.items() if lane.ordered and lane.out}
             ready = self._ready(limit, now)
             blocked = {place for place, lane in self._lanes.items() if lane.blocked()}
             dues = [due for lane in self._lanes.values() if (due := lane.due()) is not None]
-            busy = {place for place, lane in self._lanes.items() if lane.ordered and lane.out}
-        if ready:
+        if len(ready) == limit:
             return ready
+        if ready:
+            self._pause(consumer, blocked)
+            return ready + self._received(consumer.consume(limit - len(ready), 0), busy)
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
             raise trouble
@@ -149,10 +152,8 @@ class KafkaChannel:
                     lane.waiting[delivery.offset] = delivery
                 else:
                     taken.append(lane.hand_out(delivery, time.monotonic() + self._settings.lease))
-        self._transport.heard()
-        if not taken and self._trouble is not None:
-            trouble, self._trouble = self._trouble, None
-            raise trouble
+        if taken:
+            self._transport.heard()
         return taken
 
     def _delivery(self, record: Message) -> KafkaDelivery:

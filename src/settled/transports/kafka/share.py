@@ -35,7 +35,8 @@ T = TypeVar("T")
 _SLICE = 0.1
 _FLUSH_AFTER = 0.05
 _COMMIT_WITHIN = 10.0
-_INVALID_RECORD_STATE = 121
+# The record's state is invalid; the session was not found, or has another epoch: its locks are gone.
+_GONE = {121, 122, 123}
 
 
 class ShareDelivery(Delivery):
@@ -234,8 +235,8 @@ class ShareChannel:
         for place, error in self._consumer.commit_sync(_COMMIT_WITHIN).items():
             if error is not None:
                 why = f"topic {place.topic!r}, partition {place.partition}: {error.args[0].str()}"
-                if error.args[0].code() == _INVALID_RECORD_STATE:
-                    raise LeaseLost(f"{why}: a lock ran out before its record was settled")
+                if error.args[0].code() in _GONE:
+                    raise LeaseLost(f"{why}: a lock was gone before its record was settled")
                 raise error
 
     def _release(self, deliveries: Sequence[ShareDelivery]) -> None:
