@@ -26,6 +26,8 @@ class Kind:
 _POSTGRES = Kind("settled.transports.postgres", "PostgresTransport", "queue")
 _HTTP = Kind("settled.transports.http", "HttpTransport", "client")
 _NATS = Kind("settled.transports.nats", "NatsTransport", "nats", creates=True)
+_KAFKA = Kind("settled.transports.kafka", "KafkaTransport", "kafka")
+_REDIS = Kind("settled.transports.redis", "RedisTransport", "redis")
 
 KINDS = {
     "postgresql": _POSTGRES,
@@ -33,6 +35,10 @@ KINDS = {
     "https": _HTTP,
     "nats": _NATS,
     "tls": _NATS,
+    "kafka": _KAFKA,
+    "redis": _REDIS,
+    "rediss": _REDIS,
+    "unix": _REDIS,
 }
 """The transports that have a broker, by the scheme of their URL."""
 

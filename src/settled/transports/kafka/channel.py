@@ -1,0 +1,382 @@
+"""A subscription's end of a topic: a member of a classic group that commits what is settled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from settled.message import Delivery
+from settled.settlement import Reject
+from settled.transports.base import Attempts, Capabilities, DelayMeans, LeaseLost, NackMeans, Source
+from settled.transports.kafka.lane import KafkaDelivery, Lane
+from settled.transports.kafka.records import headers_of, identity, stored_at
+from settled.transports.kafka.settings import DEFAULT_GROUP, Settled
+
+if TYPE_CHECKING:
+    from settled.transports.kafka.transport import KafkaTransport
+
+logger = logging.getLogger("settled.kafka")
+
+_SLICE = 0.1
+_FLUSH_AFTER = 0.05
+_BROKER_TIMEOUT = 10.0
+_FENCED = {KafkaError.ILLEGAL_GENERATION, KafkaError.UNKNOWN_MEMBER_ID, KafkaError.FENCED_INSTANCE_ID}
+# The next commit, at the latest the one when the partition is given up, says the same.
+_PASSING = {KafkaError.REBALANCE_IN_PROGRESS, KafkaError._NO_OFFSET}
+
+
+class KafkaChannel:
+    """One member of a consumer group.
+
+    A nack puts this consumer back to the message. Where others do nothing, because it is not committed, the
+    next commit would bury it: what is behind a message that was given back waits for it. Nothing is fetched
+    again for that; the record is still in memory.
+
+    The offset committed for a partition is that of its first message which is not settled. How often that one
+    failed, and until when it waits, is kept in the metadata of the commit: order, count and delay outlive a
+    restart and a rebalance. With a buffer of one, every settlement is committed when its call returns; with a
+    larger one, when the last of the batch is settled or after 50 ms.
+    """
+
+    capabilities = Capabilities(
+        nack=NackMeans.REWIND, attempts=Attempts.HEADER, delay=DelayMeans.HELD, wakes=True
+    )
+
+    def __init__(self, transport: KafkaTransport, source: Source, settings: Settled) -> None:
+        self._transport = transport
+        self._source = source
+        self._settings = settings
+        self._group = source.group or DEFAULT_GROUP
+        self._lanes: dict[tuple[str, int], Lane] = {}
+        self._paused: set[tuple[str, int]] = set()
+        # Lanes change in the polling thread, at a rebalance, and in the loop, when a message is settled.
+        self._lock = threading.Lock()
+        self._committing = asyncio.Lock()
+        self._consumer: Consumer | None = None
+        self._polling: ThreadPoolExecutor | None = None
+        self._polled = 0.0
+        self._wakes = 0
+        self._trouble: KafkaException | None = None
+        self._flushing: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
+        wakes = self._wakes
+        loop = asyncio.get_running_loop()
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep_alive(), name="kafka-keep-alive")
+        until = loop.time() + timeout
+        while True:
+            wait = max(0.0, min(_SLICE, until - loop.time()))
+            taken = await self._poll(self._take, limit, wait)
+            if taken or self._wakes != wakes or loop.time() >= until:
+                return taken
+
+    async def _poll(
+        self, call: Callable[[int, float], list[KafkaDelivery]], limit: int, wait: float
+    ) -> list[KafkaDelivery]:
+        if self._polling is None:
+            self._polling = ThreadPoolExecutor(1, thread_name_prefix="settled-kafka")
+        polling = self._polling.submit(call, limit, wait)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(polling))
+        except asyncio.CancelledError:
+            # Nobody is there to take what it brings.
+            polling.add_done_callback(self._put_back)
+            raise
+
+    def _put_back(self, polling: Future[list[KafkaDelivery]]) -> None:
+        if polling.cancelled() or polling.exception() is not None:
+            return
+        with self._lock:
+            for delivery in polling.result():
+                if not delivery.home.lost:
+                    delivery.home.give_back(delivery)
+
+    def _take(self, limit: int, wait: float) -> list[KafkaDelivery]:
+        """In the polling thread: what waits, else what the broker has."""
+        consumer = self._consumer or self._join()
+        now = time.time()
+        with self._lock:
+            for lane in self._lanes.values():
+                lane.expire(time.monotonic(), now)
+            busy = {place for place, lane in self._lanes.items() if lane.ordered and lane.out}
+            ready = self._ready(limit, now)
+            blocked = {place for place, lane in self._lanes.items() if lane.blocked()}
+            dues = [due for lane in self._lanes.values() if (due := lane.due()) is not None]
+        if len(ready) == limit:
+            return ready
+        if ready:
+            self._pause(consumer, blocked)
+            return ready + self._received(consumer.consume(limit - len(ready), 0), busy)
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            raise trouble
+        self._pause(consumer, blocked)
+        self._polled = time.monotonic()
+        first = consumer.poll(max(0.0, min([wait, *(due - now for due in dues)])))
+        if first is None:
+            return []
+        records = [first, *(consumer.consume(limit - 1, 0) if limit > 1 else ())]
+        return self._received(records, busy)
+
+    def _ready(self, limit: int, now: float) -> list[KafkaDelivery]:
+        found: list[KafkaDelivery] = []
+        for lane in self._lanes.values():
+            for delivery in lane.ready(limit - len(found), now):
+                found.append(lane.hand_out(delivery, time.monotonic() + self._settings.lease))
+        return found
+
+    def _received(self, records: Sequence[Message], busy: set[tuple[str, int]]) -> list[KafkaDelivery]:
+        taken: list[KafkaDelivery] = []
+        now = time.time()
+        with self._lock:
+            for record in records:
+                error = record.error()
+                if error is not None:
+                    if error.code() != KafkaError._PARTITION_EOF:
+                        self._trouble = KafkaException(error)
+                    continue
+                delivery = self._delivery(record)
+                lane = delivery.home
+                failure = lane.failures.get(delivery.offset)
+                waits = lane.ordered and (lane.waiting or (lane.topic, lane.number) in busy)
+                if waits or (failure is not None and failure.due > now):
+                    lane.waiting[delivery.offset] = delivery
+                else:
+                    taken.append(lane.hand_out(delivery, time.monotonic() + self._settings.lease))
+        if taken:
+            self._transport.heard()
+        return taken
+
+    def _delivery(self, record: Message) -> KafkaDelivery:
+        topic, number, offset = str(record.topic()), record.partition() or 0, record.offset() or 0
+        lane = self._lanes.get((topic, number))
+        if lane is None or lane.goes_back(offset):
+            if lane is not None:
+                logger.warning("%s/%d: begins anew at offset %d", topic, number, offset)
+                lane.lost = True
+            lane = self._lanes[topic, number] = self._lane(topic, number)
+        lane.came(offset)
+        headers = headers_of(record)
+        failure = lane.failures.get(offset)
+        key = record.key()
+        return KafkaDelivery(
+            id=identity(record, headers),
+            data=record.value() or b"",
+            headers=headers,
+            key=None if key is None else headers["kafka-key"],
+            timestamp=stored_at(record),
+            offset=offset,
+            home=lane,
+            attempt=1 if failure is None else failure.attempts + 1,
+        )
+
+    def _lane(self, topic: str, number: int) -> Lane:
+        return Lane(topic, number, self._group, ordered=self._settings.ordered)
+
+    def _pause(self, consumer: Consumer, blocked: set[tuple[str, int]]) -> None:
+        """Fetch nothing that would have to wait; the group still hears of us with every poll."""
+        if blocked == self._paused:
+            return
+        here = self._lanes.keys()
+        pause, resume = (blocked - self._paused) & here, (self._paused - blocked) & here
+        if pause:
+            consumer.pause([TopicPartition(*place) for place in pause])
+        if resume:
+            consumer.resume([TopicPartition(*place) for place in resume])
+        self._paused = blocked & here
+
+    def _join(self) -> Consumer:
+        consumer = self._transport.consumer(self._group)
+        consumer.subscribe(
+            [self._source.channel], on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
+        )
+        self._consumer = consumer
+        return consumer
+
+    def _assigned(self, consumer: Consumer, places: list[TopicPartition]) -> None:
+        if self._consumer is None:
+            # On the way out: closing waits for nothing more than it must.
+            return
+        try:
+            known = consumer.committed(places, timeout=_BROKER_TIMEOUT)
+        except KafkaException as error:
+            logger.warning("%s: attempts so far are not known: %s", self._source.channel, error)
+            known = places
+        with self._lock:
+            for place in known:
+                lane = self._lanes[place.topic, place.partition] = self._lane(place.topic, place.partition)
+                if place.offset >= 0:
+                    lane.committed = (place.offset, place.metadata or "")
+                    lane.restore(place.metadata)
+
+    def _revoked(self, consumer: Consumer, places: list[TopicPartition]) -> None:
+        with self._lock:
+            lanes = [lane for place in places if (lane := self._lanes.get((place.topic, place.partition)))]
+            wanted = _wanted(lanes)
+        try:
+            self._commit_now(consumer, wanted)
+        except KafkaException as error:
+            logger.warning("%s: not committed before giving up partitions: %s", self._source.channel, error)
+        self._lost(consumer, places)
+
+    def _lost(self, _: Consumer, places: list[TopicPartition]) -> None:
+        with self._lock:
+            for place in places:
+                self._paused.discard((place.topic, place.partition))
+                lane = self._lanes.pop((place.topic, place.partition), None)
+                if lane is not None:
+                    lane.lost = True
+
+    async def ack(self, delivery: Delivery) -> None:
+        mine = _mine(delivery)
+        with self._lock:
+            mine.home.settle(mine)
+            more = any(lane.out for lane in self._lanes.values())
+        if more:
+            self._flush_later()
+        else:
+            await self._commit()
+
+    async def nack(self, delivery: Delivery) -> None:
+        mine = _mine(delivery)
+        with self._lock:
+            mine.home.give_back(mine)
+
+    async def requeue(self, delivery: Delivery, delay: float | None) -> None:
+        mine = _mine(delivery)
+        due = time.time() + (self._settings.backoff if delay is None else delay)
+        with self._lock:
+            mine.home.fail(mine, due)
+        await self._commit()
+
+    async def reject(self, delivery: Delivery, rejection: Reject) -> None:
+        mine = _mine(delivery)
+        with self._lock:
+            mine.home.check(mine)
+        # Stored and confirmed first: if that fails, the message is still ours.
+        await self._transport.write_letter(self._source, mine, rejection, self._group, mine.key)
+        with self._lock:
+            mine.home.settle(mine)
+        await self._commit()
+
+    async def extend(self, delivery: Delivery) -> None:
+        mine = _mine(delivery)
+        with self._lock:
+            mine.home.check(mine)
+            mine.deadline = time.monotonic() + self._settings.lease
+
+    def wake(self) -> None:
+        self._wakes += 1
+
+    async def close(self) -> None:
+        for task in (self._keeper, self._flushing):
+            if task is not None:
+                task.cancel()
+        self._keeper = self._flushing = None
+        polling, self._polling = self._polling, None
+        if polling is None:
+            return
+        # Giving up the partitions commits what is settled of them.
+        await asyncio.wrap_future(polling.submit(self._leave))
+        polling.shutdown(wait=False)
+
+    def _leave(self) -> None:
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            with self._lock:
+                places = [TopicPartition(*place) for place in self._lanes]
+            self._revoked(consumer, places)
+            consumer.close()
+
+    async def _commit(self) -> None:
+        async with self._committing:
+            consumer = self._consumer
+            with self._lock:
+                wanted = _wanted(self._lanes.values())
+            if wanted and consumer is not None:
+                await asyncio.to_thread(self._commit_now, consumer, wanted)
+
+    def _commit_now(self, consumer: Consumer, wanted: list[tuple[Lane, int, str]]) -> None:
+        if not wanted:
+            return
+        places = [TopicPartition(lane.topic, lane.number, at, note) for lane, at, note in wanted]
+        try:
+            answers = consumer.commit(offsets=places, asynchronous=False) or []
+        except KafkaException as error:
+            self._not_committed(error)
+            return
+        failed = [answer.error for answer in answers if answer.error is not None]
+        if failed:
+            self._not_committed(KafkaException(failed[0]))
+            return
+        with self._lock:
+            for lane, at, note in wanted:
+                lane.committed = (at, note)
+        self._transport.heard()
+
+    def _not_committed(self, error: KafkaException) -> None:
+        code = error.args[0].code()
+        if code in _FENCED:
+            raise LeaseLost(
+                f"topic {self._source.channel!r}: the group goes on without this consumer"
+            ) from error
+        if code not in _PASSING:
+            raise error
+        logger.info("%s: committed later: %s", self._source.channel, error)
+
+    def _flush_later(self) -> None:
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush(), name="kafka-commit")
+
+    async def _flush(self) -> None:
+        await asyncio.sleep(_FLUSH_AFTER)
+        try:
+            await self._commit()
+        except Exception as error:
+            logger.error("%s: not committed yet: %s", self._source.channel, error)  # noqa: TRY400
+
+    async def _keep_alive(self) -> None:
+        """Poll while handlers are at it, so that the group does not take them for dead."""
+        interval = self._transport.address.patience() / 4
+        while True:
+            await asyncio.sleep(interval)
+            if self._consumer is not None and time.monotonic() - self._polled >= interval:
+                try:
+                    await self._poll(self._poll_nothing, 0, 0)
+                except Exception as error:
+                    logger.warning("%s: %s", self._source.channel, error)
+
+    def _poll_nothing(self, _limit: int, _wait: float) -> list[KafkaDelivery]:
+        consumer = self._consumer
+        if consumer is None:
+            return []
+        with self._lock:
+            everything = set(self._lanes)
+        self._pause(consumer, everything)
+        self._polled = time.monotonic()
+        record = consumer.poll(0)
+        if record is not None and record.error() is None:
+            # Fetched before the pause: first in its lane when somebody asks.
+            with self._lock:
+                delivery = self._delivery(record)
+                delivery.home.waiting[delivery.offset] = delivery
+        return []
+
+
+def _wanted(lanes: Iterable[Lane]) -> list[tuple[Lane, int, str]]:
+    return [(lane, *wanted) for lane in lanes if (wanted := lane.uncommitted()) is not None]
+
+
+def _mine(delivery: Delivery) -> KafkaDelivery:
+    if not isinstance(delivery, KafkaDelivery):
+        raise TypeError(f"message {delivery.id!r} was not received from this transport")
+    return delivery

@@ -1,0 +1,272 @@
+"""A subscription's end of a share group: records are locked one by one, and the broker counts deliveries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, TypeVar
+
+from confluent_kafka import (
+    AcknowledgeType,
+    IllegalStateException,
+    KafkaError,
+    KafkaException,
+    Message,
+    ShareConsumer,
+)
+
+from settled.message import Delivery, Metadata
+from settled.settlement import Reject
+from settled.transports.base import Capabilities, DelayMeans, LeaseLost, NackMeans, Source
+from settled.transports.kafka.records import KEY, headers_of, identity, stored_at
+from settled.transports.kafka.settings import DEFAULT_GROUP, Settled
+
+if TYPE_CHECKING:
+    from settled.transports.kafka.transport import KafkaTransport
+
+logger = logging.getLogger("settled.kafka")
+T = TypeVar("T")
+
+_SLICE = 0.1
+_FLUSH_AFTER = 0.05
+_COMMIT_WITHIN = 10.0
+# The record's state is invalid; the session was not found, or has another epoch: its locks are gone.
+_GONE = {121, 122, 123}
+
+
+class ShareDelivery(Delivery):
+    """A record under the broker's lock."""
+
+    __slots__ = ("deadline", "group", "record")
+
+    def __init__(self, record: Message, group: str, deadline: float) -> None:
+        headers = headers_of(record)
+        super().__init__(
+            id=identity(record, headers),
+            subject=str(record.topic()),
+            data=record.value() or b"",
+            headers=headers,
+            attempt=max(1, record.delivery_count() or 1),
+            lane=str(record.partition()),
+        )
+        self.record = record
+        self.group = group
+        self.deadline = deadline
+
+    @property
+    def place(self) -> tuple[int | None, int | None]:
+        return self.record.partition(), self.record.offset()
+
+    def metadata(self) -> Metadata:
+        stored = stored_at(self.record)
+        return Metadata(
+            stream_sequence=self.record.offset(),
+            timestamp=None if stored is None else datetime.fromtimestamp(stored / 1000, UTC),
+            redelivery_count=self.attempt - 1,
+            consumer=self.group,
+            lane=self.lane,
+        )
+
+
+class ShareChannel:
+    """One member of a share group.
+
+    A nack releases the record to any member at once; the broker counts every delivery, so this one too, and
+    gives a record up after its limit. The client polls again only when all it has is settled: a delay holds
+    the record here, and the channel with it, at most for half the broker's lock.
+    """
+
+    def __init__(self, transport: KafkaTransport, source: Source, settings: Settled) -> None:
+        self.capabilities = Capabilities(
+            nack=NackMeans.RELEASE,
+            delay=DelayMeans.HELD,
+            extends=False,
+            wakes=True,
+            max_attempts=settings.max_attempts,
+        )
+        self._transport = transport
+        self._source = source
+        self._settings = settings
+        self._group = source.group or DEFAULT_GROUP
+        self._consumer: ShareConsumer | None = None
+        # The client is for one thread.
+        self._thread: ThreadPoolExecutor | None = None
+        self._fresh: deque[ShareDelivery] = deque()
+        self._out: dict[tuple[int | None, int | None], ShareDelivery] = {}
+        self._held: dict[asyncio.Task[None], ShareDelivery] = {}
+        self._flushing: asyncio.Task[None] | None = None
+        self._wakes = 0
+
+    async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
+        wakes = self._wakes
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        while True:
+            await self._expire()
+            if not self._fresh:
+                wait = max(0.0, min(_SLICE, until - loop.time()))
+                if self._out or self._held:
+                    await asyncio.sleep(wait)
+                else:
+                    await self._run(self._poll, wait)
+            if self._fresh:
+                taken = [self._fresh.popleft() for _ in range(min(limit, len(self._fresh)))]
+                self._out.update({delivery.place: delivery for delivery in taken})
+                return taken
+            if self._wakes != wakes or loop.time() >= until:
+                return ()
+
+    async def _run(self, call: Callable[..., T], *arguments: object) -> T:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="settled-kafka-share")
+        # Not undone by a cancelled caller: what it brings is the channel's, and is handed out next.
+        return await asyncio.shield(asyncio.wrap_future(self._thread.submit(call, *arguments)))
+
+    def _poll(self, wait: float) -> None:
+        if self._consumer is None:
+            self._consumer = self._transport.share_consumer(self._group)
+            self._consumer.subscribe([self._source.channel])
+        deadline = time.monotonic() + self._settings.lease
+        trouble: KafkaError | None = None
+        for record in self._consumer.poll(wait):
+            error = record.error()
+            if error is not None:
+                trouble = error
+            else:
+                self._fresh.append(ShareDelivery(record, self._group, deadline))
+        if self._fresh:
+            self._transport.heard()
+        elif trouble is not None and trouble.code() != KafkaError._PARTITION_EOF:
+            raise KafkaException(trouble)
+
+    async def ack(self, delivery: Delivery) -> None:
+        mine = self._claimed(delivery)
+        await self._run(self._acknowledge, mine, AcknowledgeType.ACCEPT)
+        if self._out or self._fresh:
+            self._flush_later()
+        else:
+            await self._run(self._commit)
+
+    async def nack(self, delivery: Delivery) -> None:
+        await self._settle(self._claimed(delivery), AcknowledgeType.RELEASE)
+
+    async def requeue(self, delivery: Delivery, delay: float | None) -> None:
+        mine = self._claimed(delivery)
+        wait = min(self._settings.backoff if delay is None else delay, self._settings.lease / 2)
+        if wait <= 0:
+            await self._settle(mine, AcknowledgeType.RELEASE)
+            return
+        task = asyncio.create_task(self._hold(mine, wait), name="kafka-share-delay")
+        self._held[task] = mine
+        task.add_done_callback(lambda done: self._held.pop(done, None))
+
+    async def _hold(self, mine: ShareDelivery, wait: float) -> None:
+        try:
+            await asyncio.sleep(wait)
+        finally:
+            await self._quietly(self._release, [mine])
+
+    async def reject(self, delivery: Delivery, rejection: Reject) -> None:
+        mine = self._mine(delivery)
+        # Stored and confirmed first: if that fails, the broker's lock runs out and the record comes again.
+        await self._transport.write_letter(self._source, mine, rejection, self._group, mine.headers.get(KEY))
+        await self._settle(self._claimed(mine), AcknowledgeType.REJECT)
+
+    async def extend(self, delivery: Delivery) -> None:
+        """The broker's lock cannot be renewed by this client; LeaseLost if it ran out."""
+        self._mine(delivery)
+
+    def wake(self) -> None:
+        self._wakes += 1
+
+    async def close(self) -> None:
+        for task in [*self._held, *([self._flushing] if self._flushing else [])]:
+            task.cancel()
+            await asyncio.wait([task])
+        thread = self._thread
+        if thread is None:
+            return
+        left = [*self._fresh, *self._out.values()]
+        self._fresh.clear()
+        self._out.clear()
+        await self._quietly(self._release, left)
+        await self._run(self._leave)
+        self._thread = None
+        thread.shutdown(wait=False)
+
+    def _leave(self) -> None:
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            consumer.close()
+
+    def _mine(self, delivery: Delivery) -> ShareDelivery:
+        if not isinstance(delivery, ShareDelivery):
+            raise TypeError(f"message {delivery.id!r} was not received from this transport")
+        if self._out.get(delivery.place) is not delivery:
+            raise _lost(delivery, "it is settled already, or its lock ran out")
+        return delivery
+
+    def _claimed(self, delivery: Delivery) -> ShareDelivery:
+        mine = self._mine(delivery)
+        del self._out[mine.place]
+        return mine
+
+    async def _settle(self, mine: ShareDelivery, how: AcknowledgeType) -> None:
+        await self._run(self._acknowledge, mine, how)
+        await self._run(self._commit)
+
+    def _acknowledge(self, mine: ShareDelivery, how: AcknowledgeType) -> None:
+        if self._consumer is None:
+            raise _lost(mine, "the channel is closed")
+        try:
+            self._consumer.acknowledge(mine.record, how)
+        except IllegalStateException as error:
+            raise _lost(mine, str(error)) from error
+
+    def _commit(self) -> None:
+        """Tell the broker; LeaseLost if it has taken a record away meanwhile."""
+        if self._consumer is None:
+            return
+        for place, error in self._consumer.commit_sync(_COMMIT_WITHIN).items():
+            if error is not None:
+                why = f"topic {place.topic!r}, partition {place.partition}: {error.args[0].str()}"
+                if error.args[0].code() in _GONE:
+                    raise LeaseLost(f"{why}: a lock was gone before its record was settled")
+                raise error
+
+    def _release(self, deliveries: Sequence[ShareDelivery]) -> None:
+        for delivery in deliveries:
+            self._acknowledge(delivery, AcknowledgeType.RELEASE)
+        self._commit()
+
+    async def _expire(self) -> None:
+        """Forget what the broker has taken back: the client would wait for it for ever."""
+        now = time.monotonic()
+        gone = [one for one in (*self._out.values(), *self._fresh) if one.deadline <= now]
+        if gone:
+            self._out = {place: one for place, one in self._out.items() if one.deadline > now}
+            self._fresh = deque(one for one in self._fresh if one.deadline > now)
+            await self._quietly(self._release, gone)
+
+    def _flush_later(self) -> None:
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush(), name="kafka-share-commit")
+
+    async def _flush(self) -> None:
+        await asyncio.sleep(_FLUSH_AFTER)
+        await self._quietly(self._commit)
+
+    async def _quietly(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            await self._run(call, *arguments)
+        except Exception as error:
+            logger.warning("%s: left to the broker: %s", self._source.channel, error)
+
+
+def _lost(delivery: Delivery, why: str) -> LeaseLost:
+    return LeaseLost(f"topic {delivery.subject!r}: message {delivery.id!r}: {why}")
