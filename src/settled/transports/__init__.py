@@ -24,6 +24,8 @@ class Kind:
 _POSTGRES = Kind("settled.transports.postgres", "PostgresTransport", "queue")
 _HTTP = Kind("settled.transports.http", "HttpTransport", "client")
 _NATS = Kind("settled.transports.nats", "NatsTransport", "nats")
+_RABBITMQ = Kind("settled.transports.rabbitmq", "RabbitTransport", "rabbitmq")
+_MQTT = Kind("settled.transports.mqtt", "MqttTransport", "mqtt")
 
 KINDS = {
     "postgresql": _POSTGRES,
@@ -31,6 +33,10 @@ KINDS = {
     "https": _HTTP,
     "nats": _NATS,
     "tls": _NATS,
+    "amqp": _RABBITMQ,
+    "amqps": _RABBITMQ,
+    "mqtt": _MQTT,
+    "mqtts": _MQTT,
 }
 """The transports that have a broker, by the scheme of their URL."""
 
