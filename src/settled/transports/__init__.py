@@ -28,6 +28,8 @@ _HTTP = Kind("settled.transports.http", "HttpTransport", "client")
 _NATS = Kind("settled.transports.nats", "NatsTransport", "nats", creates=True)
 _KAFKA = Kind("settled.transports.kafka", "KafkaTransport", "kafka")
 _REDIS = Kind("settled.transports.redis", "RedisTransport", "redis")
+_RABBITMQ = Kind("settled.transports.rabbitmq", "RabbitTransport", "rabbitmq")
+_MQTT = Kind("settled.transports.mqtt", "MqttTransport", "mqtt")
 
 KINDS = {
     "postgresql": _POSTGRES,
@@ -39,6 +41,10 @@ KINDS = {
     "redis": _REDIS,
     "rediss": _REDIS,
     "unix": _REDIS,
+    "amqp": _RABBITMQ,
+    "amqps": _RABBITMQ,
+    "mqtt": _MQTT,
+    "mqtts": _MQTT,
 }
 """The transports that have a broker, by the scheme of their URL."""
 

@@ -1,0 +1,220 @@
+"""A subscription's session: what the broker keeps for it, and what is in hand of that."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import deque
+from dataclasses import dataclass
+
+from paho.mqtt.client import MQTTMessage
+
+from settled.message import Delivery, Metadata
+from settled.signals import ConfigurationError
+from settled.transports.base import LeaseLost
+from settled.transports.mqtt.wire import MESSAGE_ID, Login, Wire
+
+logger = logging.getLogger("settled")
+
+# How long a release waits for more of them, so that one reconnect serves all.
+_TOGETHER_WITHIN = 0.02
+_PLACES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MqttTopic:
+    """How a topic is read."""
+
+    client_id: str | None = None
+    """The name of this consumer's session: its own, and the same after a restart. None is the URL's."""
+    session_expiry: float | None = None
+    """How many seconds the broker keeps the session while nobody is connected; None is the URL's."""
+    backoff: float | None = None
+    """How many seconds a failed message waits; None is the URL's."""
+    receive_maximum: int | None = None
+    """How many messages may be unsettled at once; None is what the buffers have room for, at least 16."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("session_expiry", 1), ("backoff", 0), ("receive_maximum", 1)):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ConfigurationError(f"mqtt: {name} must be at least {least}, got {value!r}")
+        if self.client_id == "":
+            raise ConfigurationError("mqtt: client_id must be a name, got ''")
+
+
+class MqttDelivery(Delivery):
+    """A delivery that is open until its packet is acknowledged, whichever connection that goes through."""
+
+    __slots__ = ("client_id", "message")
+
+    def __init__(self, message: MQTTMessage, attempt: int, client_id: str) -> None:
+        properties = message.properties
+        headers = dict(getattr(properties, "UserProperty", ()))
+        identity = headers.pop(MESSAGE_ID, None) or uuid.uuid4().hex
+        content_type = getattr(properties, "ContentType", None)
+        if content_type:
+            headers["content-type"] = content_type
+        super().__init__(
+            id=identity, subject=message.topic, data=bytes(message.payload), headers=headers, attempt=attempt
+        )
+        self.message = message
+        self.client_id = client_id
+
+    @property
+    def mid(self) -> int:
+        return self.message.mid
+
+    def metadata(self) -> Metadata:
+        return Metadata(redelivery_count=self.attempt - 1, consumer=self.client_id)
+
+
+class Session:
+    """What all performers of a subscription share: one client, its inbox, and what it has not acknowledged.
+
+    After a reconnect the broker sends again all that is unacknowledged, under the packet ids it had. What is
+    still in hand here is known by its id, so the copy is ignored and the original is acknowledged when done.
+    """
+
+    def __init__(
+        self, login: Login, client_id: str, topic: str, expiry: int, receive_maximum: int | None
+    ) -> None:
+        self.client_id = client_id
+        self.members = 0
+        self.room = 1
+        self._login = login
+        self._topic = topic
+        self._expiry = expiry
+        self._receive_maximum = receive_maximum
+        self._wire: Wire | None = None
+        self._opening = asyncio.Lock()
+        self._inbox: deque[MqttDelivery] = deque()
+        self._held: dict[int, MqttDelivery] = {}
+        self._failures: dict[int, int] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._released = False
+        self._rewinding: asyncio.Task[None] | None = None
+        self.bell = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return self._wire is not None and self._wire.is_open
+
+    async def wire(self) -> Wire:
+        """The connection, opened again if it was lost, and with a rewind that is due behind it."""
+        async with self._opening:
+            wire = self._wire
+            if wire is not None and wire.is_open and self._released:
+                await wire.close()
+            if wire is None or not wire.is_open:
+                if wire is not None and wire.why and wire.why != "closed":
+                    logger.warning("mqtt: %s as %s: %s", self._topic, self.client_id, wire.why)
+                wire = await self._open()
+            return wire
+
+    async def _open(self) -> Wire:
+        # Whatever was released until now comes again with this connection.
+        self._released = False
+        self._wire = wire = Wire(self._login, self.client_id, self._arrived, self._lost)
+        places = self._receive_maximum or max(_PLACES, self.room * max(1, self.members))
+        present = await wire.open(clean=False, expiry=self._expiry, receive_maximum=min(places, 65535))
+        if not present:
+            self._forget()
+        await wire.subscribe(self._topic)
+        return wire
+
+    async def close(self) -> None:
+        if self._rewinding is not None:
+            self._rewinding.cancel()
+            self._rewinding = None
+        async with self._opening:
+            wire, self._wire = self._wire, None
+            if wire is not None:
+                await wire.close()
+            self._forget()
+
+    def take(self, limit: int) -> list[MqttDelivery]:
+        return [self._inbox.popleft() for _ in range(min(limit, len(self._inbox)))]
+
+    def mine(self, delivery: Delivery) -> MqttDelivery:
+        if not isinstance(delivery, MqttDelivery):
+            raise TypeError(f"message {delivery.id!r} was not received from this transport")
+        if self._held.get(delivery.mid) is not delivery:
+            raise LeaseLost(
+                f"topic {delivery.subject!r}: message {delivery.id!r} is not this consumer's any more: it is "
+                "settled, or the broker has lost the session"
+            )
+        return delivery
+
+    async def ack(self, delivery: Delivery) -> None:
+        wire = await self.wire() if self._wire is None or not self._wire.is_open else self._wire
+        # Only now: the session it belongs to may just have been found to be lost.
+        mine = self.mine(delivery)
+        wire.ack(mine.mid)
+        del self._held[mine.mid]
+        self._failures.pop(mine.mid, None)
+
+    def release(self, delivery: Delivery) -> None:
+        """Do not acknowledge it, nor what came behind it, and have the session send all of that again."""
+        mine = self.mine(delivery)
+        for one in (mine, *self._inbox):
+            self._failures[one.mid] = one.attempt - 1
+            self._held.pop(one.mid, None)
+        self._inbox.clear()
+        self._released = True
+        if self._rewinding is None or self._rewinding.done():
+            self._rewinding = asyncio.create_task(self._rewind())
+
+    async def _rewind(self) -> None:
+        await asyncio.sleep(_TOGETHER_WITHIN)
+        if self._released:
+            try:
+                await self.wire()
+            except Exception as error:
+                # The next receive tries again.
+                logger.warning("mqtt: %s as %s: %s", self._topic, self.client_id, error)
+
+    def park(self, delivery: Delivery, delay: float) -> None:
+        """Keep it here, unacknowledged, until it is due."""
+        mine = self.mine(delivery)
+        again = MqttDelivery(mine.message, mine.attempt + 1, self.client_id)
+        again.id = mine.id
+        self._held[mine.mid] = again
+        self._failures[mine.mid] = mine.attempt
+        self._timers[mine.mid] = asyncio.get_running_loop().call_later(max(0.0, delay), self._due, again)
+
+    def _due(self, again: MqttDelivery) -> None:
+        self._timers.pop(again.mid, None)
+        if self._held.get(again.mid) is again:
+            self._inbox.append(again)
+            self.bell.set()
+
+    def _arrived(self, message: MQTTMessage) -> None:
+        if message.qos == 0:
+            # There is nothing to acknowledge, and so nothing that could be given back.
+            logger.debug("mqtt: %s: a message with QoS 0 comes once at most", message.topic)
+        if message.dup and message.mid in self._held:
+            return
+        before = self._failures.get(message.mid) if message.dup else None
+        if before is None:
+            # One that another process had in hand was delivered at least once.
+            before = 1 if message.dup else 0
+            self._failures.pop(message.mid, None)
+        delivery = MqttDelivery(message, before + 1, self.client_id)
+        self._held[message.mid] = delivery
+        self._inbox.append(delivery)
+        self.bell.set()
+
+    def _lost(self) -> None:
+        self.bell.set()
+
+    def _forget(self) -> None:
+        """The broker knows nothing of what is in hand, so it is nobody's to settle."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._inbox.clear()
+        self._held.clear()
+        self._failures.clear()
+        self._released = False

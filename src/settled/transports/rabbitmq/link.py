@@ -1,0 +1,205 @@
+"""The connection to RabbitMQ on one loop: opened again when it is lost, and publishing with confirms."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import aio_pika
+from aio_pika.abc import AbstractConnection
+from aiormq.abc import AbstractChannel
+from aiormq.exceptions import AMQPError, ChannelNotFoundEntity, DeliveryError, PublishError
+from pamqp.commands import Basic
+
+from settled.codec import content_type_of
+from settled.transports.base import Outgoing
+
+FAILURES = "settled-failures"
+"""The header of a copy that is sent round again: how often the message failed before."""
+
+_OUTLIVES_BY = 60_000
+_LONGEST = 2**32 - 1 - _OUTLIVES_BY
+
+
+class PublishFailed(Exception):
+    """The broker did not take the message over."""
+
+
+class Link:
+    """A connection, and the channel that everything is published through."""
+
+    def __init__(self, url: str, exchange: str, timeout: float) -> None:
+        self.exchange = exchange
+        self.version: tuple[int, ...] = ()
+        self._url = url
+        self._timeout = timeout
+        self._connection: AbstractConnection | None = None
+        self._publisher: AbstractChannel | None = None
+        self._opening = asyncio.Lock()
+        self._parking: dict[str, float] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None and self._connection.connected.is_set()
+
+    async def open(self) -> AbstractConnection:
+        async with self._opening:
+            connection = self._connection
+            if connection is None or not self.is_open:
+                if connection is not None:
+                    await connection.close()
+                self._connection = connection = await aio_pika.connect(self._url, timeout=self._timeout)
+                transport = connection.transport
+                properties = transport.connection.server_properties if transport is not None else {}
+                self.version = _version(str(properties.get("version", "")))
+                self._parking.clear()
+            return connection
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+
+    async def channel(self, *, confirms: bool = False) -> AbstractChannel:
+        """A channel of one's own."""
+        transport = (await self.open()).transport
+        if transport is None:
+            raise ConnectionError("rabbitmq: the connection was lost")
+        return await transport.connection.channel(
+            publisher_confirms=confirms, on_return_raises=confirms, timeout=self._timeout
+        )
+
+    async def has_queue(self, name: str) -> bool:
+        """Whether there is a queue of that name."""
+        channel = await self.channel()
+        try:
+            await channel.queue_declare(name, passive=True)
+        except ChannelNotFoundEntity:
+            return False
+        await channel.close()
+        return True
+
+    async def publish(
+        self, message: Outgoing, *, exchange: str = "", failures: int = 0, delay: float = 0.0, kind: str = ""
+    ) -> str:
+        """Hand a message over, to wait for `delay` seconds first; done when the broker has it on disk.
+
+        Without an exchange it goes straight to the queue that is its subject.
+        """
+        identity = message.id or uuid.uuid4().hex
+        headers: dict[str, Any] = {k: v for k, v in message.headers.items() if k.lower() != "content-type"}
+        if failures:
+            headers[FAILURES] = failures
+        properties = Basic.Properties(
+            message_id=identity,
+            content_type=content_type_of(message.headers),
+            headers=headers,
+            delivery_mode=2,
+            timestamp=datetime.now(UTC),
+        )
+        key = message.subject
+        if delay > 0:
+            exchange, key = "", await self._park(exchange, key, delay, kind)
+        try:
+            channel = await self._publishing()
+            await channel.basic_publish(
+                message.data,
+                exchange=exchange,
+                routing_key=key,
+                properties=properties,
+                mandatory=True,
+                timeout=self._timeout,
+            )
+        except PublishError as error:
+            where = f"exchange {exchange!r} has no queue for key" if exchange else "there is no queue"
+            raise PublishFailed(f"publish to {message.subject!r}: {where} {key!r}") from error
+        except ChannelNotFoundEntity as error:
+            raise PublishFailed(f"publish to {message.subject!r}: {error}") from error
+        except DeliveryError as error:
+            why = "the broker refused it; is its queue full?"
+            raise PublishFailed(f"publish to {message.subject!r}: {why}") from error
+        except (TimeoutError, AMQPError, OSError) as error:
+            raise PublishFailed(f"publish to {message.subject!r}: {error or 'no answer'}") from error
+        return identity
+
+    async def _publishing(self) -> AbstractChannel:
+        if self._publisher is None or self._publisher.is_closed:
+            self._publisher = await self.channel(confirms=True)
+        return self._publisher
+
+    async def _park(self, exchange: str, key: str, delay: float, kind: str) -> str:
+        """The queue in which a message waits: it expires there, and goes on to where it is meant to go.
+
+        All of one queue wait equally long, so the first in is the first out. Delays are rounded up to two
+        digits, so that there are not too many of these queues.
+        """
+        wait = min(_rounded(delay), _LONGEST)
+        name = ".".join(part for part in ("settled.delay", str(wait), exchange, key) if part)
+        now = asyncio.get_running_loop().time()
+        if self._parking.get(name, 0) > now:
+            return name
+        arguments: dict[str, Any] = {
+            "x-message-ttl": wait,
+            # It is removed when it was not declared for so long, whatever is in it: so that must be longer.
+            "x-expires": wait + _OUTLIVES_BY,
+            "x-dead-letter-exchange": exchange,
+            "x-dead-letter-routing-key": key,
+        }
+        if kind == "quorum":
+            arguments |= {
+                "x-queue-type": "quorum",
+                "x-dead-letter-strategy": "at-least-once",
+                "x-overflow": "reject-publish",
+            }
+        channel = await self.channel()
+        await channel.queue_declare(name, durable=True, arguments=arguments)
+        await channel.close()
+        self._parking[name] = now + _OUTLIVES_BY / 2000
+        return name
+
+
+def _rounded(seconds: float) -> int:
+    """Milliseconds, not less than asked for, in two digits.
+
+    >>> _rounded(0.0005), _rounded(1.234), _rounded(2), _rounded(3600)
+    (1, 1300, 2000, 3600000)
+    """
+    wait = max(1, math.ceil(round(seconds * 1000, 3)))
+    step: int = 10 ** max(0, len(str(wait)) - 2)
+    return -(-wait // step) * step
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """
+    >>> _version("4.3.6"), _version("3.13.0-rc.1"), _version("")
+    ((4, 3, 6), (3, 13, 0), ())
+    """
+    numbers = []
+    for part in text.partition("-")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def plain(headers: Mapping[str, Any] | None) -> dict[str, str]:
+    """The headers that a publisher set, as text.
+
+    >>> plain({"tenant": "acme", "n": 1, "x-death": [{}], "x-delivery-count": 2, "settled-failures": 1})
+    {'tenant': 'acme', 'n': '1'}
+    """
+    found = {}
+    for name, value in (headers or {}).items():
+        if name == FAILURES or name.startswith(_BROKERS):
+            continue
+        if isinstance(value, bytes):
+            found[name] = value.decode("utf-8", "replace")
+        elif isinstance(value, (str, int, float)):
+            found[name] = str(value)
+    return found
+
+
+_BROKERS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-acquired-count")

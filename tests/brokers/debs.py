@@ -1,0 +1,121 @@
+"""Servers that have no wheel: Debian packages, fetched and unpacked into a folder of the project.
+
+Nothing is installed and no root is needed: `apt-get` works on state of its own, and `dpkg-deb` only unpacks.
+What the machine has installed already is used as it is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+CACHE = Path(__file__).parents[2] / ".venv" / "brokers"
+_PATIENCE = 240.0
+
+
+class NotThere(Exception):
+    """A package is neither installed nor to be had."""
+
+
+def root_of(package: str, program: str) -> Path:
+    """The directory under which a package's files are: `/`, or where they were unpacked.
+
+    `program` is a file of the package, by which it is known to be there.
+    """
+    if Path("/", program).exists():
+        return Path("/")
+    root = CACHE / package
+    with _alone(package):
+        if not (root / ".complete").exists():
+            _fetch(package, root)
+    return root
+
+
+def required(package: str, program: str) -> Path:
+    """The same, for a fixture: skips the test if the package is not to be had, but fails it under CI."""
+    try:
+        return root_of(package, program)
+    except NotThere as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Where programs under a root find the libraries that came along."""
+    if root == Path("/"):
+        return dict(os.environ)
+    found = [str(path) for path in sorted((root / "usr" / "lib").glob("*-linux-gnu*"))]
+    found += [str(path) for path in sorted((root / "lib").glob("*-linux-gnu*"))]
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(found)}
+
+
+@contextmanager
+def _alone(package: str) -> Iterator[None]:
+    """One process at a time: the others wait, and then find it done."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{package}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(package: str, root: Path) -> None:
+    for tool in ("apt-get", "dpkg-deb"):
+        if shutil.which(tool) is None:
+            raise NotThere(f"{package}: not installed, and there is no {tool} to fetch it with")
+    state = CACHE / f"{package}.apt"
+    shutil.rmtree(state, ignore_errors=True)
+    shutil.rmtree(root, ignore_errors=True)
+    for directory in ("lists/partial", "cache/archives/partial"):
+        (state / directory).mkdir(parents=True)
+    options = {
+        "Dir::State": state,
+        "Dir::State::Lists": state / "lists",
+        "Dir::State::status": "/var/lib/dpkg/status",
+        "Dir::Cache": state / "cache",
+        "Dir::Log": state,
+        "APT::Sandbox::User": "root",
+        "Acquire::Retries": 2,
+        "Acquire::http::Timeout": 20,
+        "Acquire::https::Timeout": 20,
+        "Acquire::Languages": "none",
+    }
+    apt = ["apt-get", "-q", *(f"-o{name}={value}" for name, value in options.items())]
+    # A source of the machine that is out of reach does not matter, as long as the package is found.
+    update = _run([*apt, "update"])
+    fetched = _run([*apt, "install", "--yes", "--no-install-recommends", "--download-only", package])
+    archives = sorted((state / "cache" / "archives").glob("*.deb"))
+    if fetched.returncode != 0 or not archives:
+        told = f"{update.stdout}{fetched.stdout}".strip()[-800:]
+        raise NotThere(f"{package}: not installed, and apt-get cannot fetch it:\n{told}")
+    root.mkdir(parents=True)
+    for archive in archives:
+        unpacked = _run(["dpkg-deb", "-x", str(archive), str(root)])
+        if unpacked.returncode != 0:
+            raise NotThere(f"{package}: {archive.name} cannot be unpacked:\n{unpacked.stdout[-800:]}")
+    (root / ".complete").touch()
+    shutil.rmtree(state, ignore_errors=True)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
+    try:
+        return subprocess.run(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return subprocess.CompletedProcess(command, 1, f"{command[0]}: no end within {error.timeout:g} s\n")

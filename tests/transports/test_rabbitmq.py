@@ -1,0 +1,518 @@
+"""RabbitMQ as a transport, on a real server: quorum and classic queues."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import aio_pika
+import aiormq
+import pytest
+
+from settled import App, ConfigurationError, DontAck, Message, Reject
+from settled.message import Delivery
+from settled.portal import Portal
+from settled.settlement import Reject as Rejection
+from settled.transports.base import (
+    AsyncChannel,
+    Attempts,
+    Channel,
+    LeaseLost,
+    Outgoing,
+    Published,
+    RejectMeans,
+    Source,
+)
+from settled.transports.faces import BlockingChannel
+from settled.transports.rabbitmq import PublishFailed, RabbitQueue, RabbitTransport
+from tests.brokers.rabbitmq import RabbitServer, rabbitmq
+from tests.conftest import Order
+from tests.transports.conformance import Conformance, Queue
+from tests.transports.crashing import MESSAGES, consume_with_crashes
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RabbitServer]:
+    with rabbitmq() as one:
+        yield one
+
+
+class RabbitBroker:
+    lane = None
+    ordered_lanes = False
+    counts_attempts = False
+
+    def __init__(self, server: RabbitServer, settings: RabbitQueue) -> None:
+        self.server = server
+        self.queue = f"orders-{uuid.uuid4().hex[:8]}"
+        self.settings = settings
+        self.restarts = settings.type == "quorum"
+        self.portal = Portal("test")
+        self.transport = RabbitTransport(f"{server.url}?create=true&backoff=1")
+        self.source = Source(channel=self.queue, settings=settings)
+        self.portal.run(self.transport.prepare(self.source))
+
+    def publish(self, message: Outgoing) -> Published:
+        return self.portal.run(self.transport.push(message))
+
+    def channel(self, source: Source | None = None) -> Channel:
+        async def make() -> Channel:
+            return BlockingChannel(
+                self.transport.async_channel(source or self.source), asyncio.get_running_loop()
+            )
+
+        return self.portal.run(make())
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def lease(self) -> float:
+        return 0.0
+
+    def restart(self) -> None:
+        self.server.stop()
+        self.server.start()
+
+    def dead_letters(self, queue: str | None = None) -> list[tuple[bytes, str]]:
+        return [
+            (message.body, str(message.headers["settled-error"]))
+            for message in self.all_of(queue or f"{self.queue}.dead")
+        ]
+
+    def all_of(self, queue: str) -> list[aio_pika.abc.AbstractIncomingMessage]:
+        async def read() -> list[aio_pika.abc.AbstractIncomingMessage]:
+            found = []
+            async with await aio_pika.connect(self.server.url) as connection:
+                reading = await (await connection.channel()).get_queue(queue)
+                while (message := await reading.get(fail=False)) is not None:
+                    await message.ack()
+                    found.append(message)
+            return found
+
+        return self.portal.run(read())
+
+    def run_async(self, use: Callable[[AsyncChannel], Any]) -> None:
+        async def main() -> None:
+            channel = self.transport.async_channel(self.source)
+            await use(channel)
+            await channel.close()
+
+        self.portal.run(main())
+
+    def close(self) -> None:
+        self.portal.run(self.transport.close())
+        self.portal.close()
+
+
+@pytest.fixture
+def open_broker(server: RabbitServer) -> Iterator[Callable[..., RabbitBroker]]:
+    opened: list[RabbitBroker] = []
+
+    def make(**settings: Any) -> RabbitBroker:
+        opened.append(RabbitBroker(server, RabbitQueue(**settings)))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture(params=["quorum", "classic"])
+def broker(request: pytest.FixtureRequest, open_broker: Callable[..., RabbitBroker]) -> RabbitBroker:
+    return open_broker(type=request.param)
+
+
+class TestRabbitMQ(Conformance):
+    def test_an_unsettled_message_comes_again_when_its_lease_is_over(self, queue: Queue) -> None:
+        """There is no lease that runs out: it is the consumer's as long as that has its channel."""
+        queue.publish(b"1")
+        queue.one()
+        assert queue.empty()
+        queue.channel.close()
+        again = Queue(queue.broker, queue.broker.channel())
+        again.channel.ack(again.one())
+        assert again.empty()
+
+
+def test_ac_13_a_nack_on_rabbitmq_makes_the_message_ready_at_once(broker: RabbitBroker) -> None:
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    channel = broker.channel()
+    (delivery,) = channel.receive(1, 10)
+    assert ready(broker, broker.queue) == 0
+    channel.nack(delivery)
+    in_the_end(lambda: ready(broker, broker.queue) == 1)
+    # The first consumer is still there, and yet another one gets it.
+    other = broker.channel()
+    (again,) = other.receive(1, 10)
+    assert again.data == b"1"
+    other.ack(again)
+    assert not channel.receive(1, 0.2)
+
+
+def ready(broker: RabbitBroker, queue: str) -> int:
+    async def ask() -> int:
+        async with await aio_pika.connect(broker.server.url) as connection:
+            declared = await (await connection.channel()).declare_queue(queue, passive=True)
+            return declared.declaration_result.message_count or 0
+
+    return broker.portal.run(ask())
+
+
+def in_the_end(happens: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def run_until(app: App, done: Callable[[], bool], *before: Coroutine[Any, Any, Any]) -> None:
+    async def main() -> None:
+        for call in before:
+            await call
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.serve(stop))
+        async with asyncio.timeout(60):
+            while not done() and not running.done():
+                await asyncio.sleep(0.02)
+        stop.set()
+        await running
+
+    asyncio.run(main())
+
+
+def test_the_next_thing_handled_is_the_message_given_back_also_with_a_buffer(broker: RabbitBroker) -> None:
+    for number in range(12):
+        broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number))
+    app = App(broker.server.url)
+    seen: list[int] = []
+
+    @app.subscriber(broker.queue, source=broker.settings, buffer=5, dont_ack_delay=0)
+    async def handle(number: int) -> None:
+        seen.append(number)
+        if number in (3, 7) and seen.count(number) < 3:
+            raise DontAck
+
+    run_until(app, lambda: 11 in seen)
+    assert seen == [0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 7, 7, 8, 9, 10, 11]
+
+
+def test_what_was_released_in_any_order_comes_back_in_the_old_one(broker: RabbitBroker) -> None:
+    for number in range(4):
+        broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number))
+    channel = broker.channel()
+    taken = gather(channel, 4)
+    for delivery in (taken[3], taken[1], taken[2], taken[0]):
+        channel.nack(delivery)
+    again = gather(channel, 4)
+    assert [delivery.data for delivery in again] == [b"0", b"1", b"2", b"3"]
+    for delivery in again:
+        channel.ack(delivery)
+
+
+def gather(channel: Channel, count: int) -> list[Delivery]:
+    found: list[Delivery] = []
+    deadline = time.monotonic() + 30
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found += channel.receive(count - len(found), 5)
+    return found
+
+
+def test_a_message_that_nobody_settles_does_not_stop_the_others(broker: RabbitBroker) -> None:
+    for number in range(5):
+        broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number))
+    channel = broker.channel()
+    assert [channel.receive(1, 10)[0].data for _ in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_attempts_count_over_delays_and_consumers(broker: RabbitBroker) -> None:
+    broker.publish(Outgoing(subject=broker.queue, data=b"1", headers={"tenant": "acme"}, id="m-1"))
+    channel = broker.channel()
+    for attempt, delay in ((1, 0.0), (2, 0.1), (3, 0.0), (4, None)):
+        (delivery,) = gather(channel, 1)
+        assert (delivery.attempt, delivery.id, dict(delivery.headers)) == (attempt, "m-1", {"tenant": "acme"})
+        assert delivery.metadata().redelivery_count == attempt - 1
+        channel.requeue(delivery, delay)
+    channel.close()
+    other = broker.channel()
+    (delivery,) = gather(other, 1)
+    assert delivery.attempt == 5
+    other.ack(delivery)
+
+
+def test_a_dead_letter_that_cannot_be_stored_leaves_the_message_on_the_queue(broker: RabbitBroker) -> None:
+    source = Source(channel=broker.queue, settings=broker.settings, dead_letter=f"{broker.queue}.full")
+    broker.portal.run(broker.transport.prepare(source))
+    full = f"{broker.queue}.full"
+
+    async def fill() -> None:
+        async with await aio_pika.connect(broker.server.url) as connection:
+            channel = await connection.channel()
+            await channel.queue_delete(full)
+            arguments: dict[str, Any] = {"x-max-length": 0, "x-overflow": "reject-publish"}
+            await channel.declare_queue(full, durable=True, arguments=arguments)
+
+    broker.portal.run(fill())
+    broker.publish(Outgoing(subject=broker.queue, data=b"poison"))
+    channel = broker.channel(source)
+    (delivery,) = channel.receive(1, 10)
+    with pytest.raises(PublishFailed, match="refused it"):
+        channel.reject(delivery, Rejection(error="no"))
+    (again,) = channel.receive(1, 20)
+    assert again.data == b"poison"
+
+    async def remove() -> None:
+        async with await aio_pika.connect(broker.server.url) as connection:
+            await (await connection.channel()).queue_delete(full)
+
+    broker.portal.run(remove())
+    with pytest.raises(PublishFailed, match="there is no queue"):
+        channel.reject(again, Rejection(error="no"))
+    channel.ack(again)
+
+
+def test_a_message_for_nobody_is_an_error(open_broker: Callable[..., RabbitBroker]) -> None:
+    broker = open_broker()
+    for delay in (0.0, 1.0):
+        with pytest.raises(PublishFailed, match="there is no queue 'nowhere'"):
+            broker.publish(Outgoing(subject="nowhere", data=b"1", delay=delay))
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+
+
+def test_a_message_may_be_published_for_later(broker: RabbitBroker) -> None:
+    channel = broker.channel()
+    started = time.monotonic()
+    broker.publish(Outgoing(subject=broker.queue, data=b"1", delay=1.0, id="later"))
+    (delivery,) = gather(channel, 1)
+    assert time.monotonic() - started >= 0.9
+    assert (delivery.data, delivery.id, delivery.attempt) == (b"1", "later", 1)
+    channel.ack(delivery)
+
+
+def test_the_limit_of_a_quorum_queue_is_told_at_the_start_and_loses_nothing(
+    open_broker: Callable[..., RabbitBroker], log: pytest.LogCaptureFixture
+) -> None:
+    broker = open_broker(delivery_limit=2)
+    assert broker.channel().capabilities.max_attempts == 3
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    app = App(broker.server.url)
+    seen: list[int] = []
+
+    @app.subscriber(broker.queue, source=broker.settings, on_error="dont_ack", dont_ack_delay=0)
+    async def handle(message: Message[int]) -> None:
+        seen.append(message.attempt)
+        raise DontAck
+
+    run_until(app, lambda: len(seen) == 3 and app.status().counts.nacked == 3)
+    assert seen == [1, 2, 3]
+    ((body, error),) = broker.dead_letters()
+    assert body == b"1"
+    assert "released on delivery 3; the queue's delivery limit is 2" in error
+    assert "gives a message up after 3 deliveries" in log.text
+
+
+def test_what_was_only_buffered_survives_the_limit(open_broker: Callable[..., RabbitBroker]) -> None:
+    broker = open_broker(delivery_limit=1)
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    channel = broker.channel()
+    for _ in range(4):
+        (delivery,) = gather(channel, 1)
+        channel.nack(delivery)
+    (delivery,) = gather(channel, 1)
+    assert delivery.data == b"1"
+    channel.ack(delivery)
+    assert broker.dead_letters() == []
+
+
+def test_an_existing_queue_is_read_as_what_it_is(open_broker: Callable[..., RabbitBroker]) -> None:
+    broker = open_broker()
+    queues: dict[str, dict[str, Any]] = {
+        "q": {"x-queue-type": "quorum", "x-delivery-limit": 4, "x-max-length": 9, "x-message-ttl": 10**6},
+        "c": {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": f"{broker.queue}.dead"},
+        "s": {"x-queue-type": "stream"},
+    }
+
+    async def declare() -> None:
+        async with await aio_pika.connect(broker.server.url) as connection:
+            channel = await connection.channel()
+            for name, arguments in queues.items():
+                await channel.declare_queue(f"{broker.queue}-{name}", durable=True, arguments=arguments)
+
+    broker.portal.run(declare())
+
+    def capabilities_of(name: str) -> Any:
+        source = Source(channel=f"{broker.queue}-{name}")
+        broker.portal.run(broker.transport.prepare(source))
+        return broker.channel(source).capabilities
+
+    assert capabilities_of("q").max_attempts == 5
+    assert capabilities_of("q").attempts is Attempts.BROKER
+    assert capabilities_of("c").max_attempts is None
+    assert capabilities_of("c").attempts is Attempts.HEADER
+    with pytest.raises(ConfigurationError, match="a stream cannot give messages back"):
+        capabilities_of("s")
+
+
+def test_a_queue_may_have_its_own_dead_letter_exchange_do_it(
+    open_broker: Callable[..., RabbitBroker],
+) -> None:
+    broker = open_broker()
+    source = Source(
+        channel=f"{broker.queue}-native",
+        settings=RabbitQueue(
+            native_dead_letters=True,
+            arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": f"{broker.queue}.dead"},
+        ),
+    )
+    broker.portal.run(broker.transport.prepare(source))
+    channel = broker.channel(source)
+    assert channel.capabilities.reject is RejectMeans.NATIVE
+    broker.publish(Outgoing(subject=source.channel, data=b"poison"))
+    channel.reject(channel.receive(1, 10)[0], Rejection(error="no"))
+    in_the_end(lambda: ready(broker, f"{broker.queue}.dead") == 1)
+    (dead,) = broker.all_of(f"{broker.queue}.dead")
+    assert dead.body == b"poison"
+    assert dead.headers["x-first-death-reason"] == "rejected"
+
+
+def test_every_group_of_an_exchange_gets_every_message(server: RabbitServer) -> None:
+    name = uuid.uuid4().hex[:8]
+    app = App(f"{server.url}?create=true&exchange=events-{name}")
+    seen: list[tuple[str, int]] = []
+
+    @app.subscriber("orders", group=f"billing-{name}")
+    async def bill(order: Order) -> None:
+        seen.append(("billing", order.id))
+        if order.id == 2:
+            raise Reject("no such customer")
+
+    @app.subscriber("orders", group=f"shipping-{name}", source=RabbitQueue(bind=("orders", "parcels.*")))
+    def ship(order: Order) -> None:
+        seen.append(("shipping", order.id))
+        if order.id == 1:
+            app.publish("parcels.eu", Order(3))
+
+    async def main() -> None:
+        running = asyncio.create_task(app.serve())
+        async with asyncio.timeout(60):
+            while not app.status().running or app.status().subscriptions[1].status.value != "started":
+                await asyncio.sleep(0.02)
+            for number in (1, 2):
+                await app.publish("orders", Order(number))
+            while len(seen) < 5:
+                await asyncio.sleep(0.02)
+            assert app.status().broker is not None
+            assert app.status().healthy
+            with pytest.raises(PublishFailed, match=r"has no queue for key 'unbound'"):
+                await app.publish("unbound", Order(4))
+            app.stop()
+            await running
+
+    asyncio.run(main())
+    assert sorted(seen) == [("billing", 1), ("billing", 2), ("shipping", 1), ("shipping", 2), ("shipping", 3)]
+
+
+def test_messages_of_others_are_read_too(broker: RabbitBroker) -> None:
+    async def put() -> None:
+        async with await aio_pika.connect(broker.server.url) as connection:
+            channel = await connection.channel()
+            message = aio_pika.Message(b"{}", content_type="application/json", headers={"n": 1, "t": [1]})
+            await channel.default_exchange.publish(message, broker.queue)
+            underlay = await channel.get_underlay_channel()
+            await underlay.basic_publish(b"bare", routing_key=broker.queue)
+
+    broker.portal.run(put())
+    channel = broker.channel()
+    first, second = gather(channel, 2)
+    assert dict(first.headers) == {"n": "1", "content-type": "application/json"}
+    assert (second.data, dict(second.headers), bool(second.id)) == (b"bare", {}, True)
+    channel.ack(first)
+    channel.ack(second)
+    with pytest.raises(LeaseLost, match="is not this consumer's any more"):
+        channel.ack(first)
+
+
+def test_what_is_missing_or_wrong_is_said_with_what_to_do(server: RabbitServer) -> None:
+    def refused(url: str, **subscription: Any) -> str:
+        app = App(url)
+
+        @app.subscriber("no-such-queue", **subscription)
+        async def handle(order: Order) -> None: ...
+
+        with pytest.raises(ConfigurationError) as told:
+            asyncio.run(app.serve())
+        return str(told.value)
+
+    assert "RabbitMQ has no queue 'no-such-queue'" in refused(server.url)
+    assert "RabbitQueue(create=True)" in refused(server.url)
+    assert "add ?exchange=NAME" in refused(server.url, group="billing")
+    assert "source must be a RabbitQueue" in refused(server.url, source="orders")
+    with pytest.raises(ConfigurationError, match="no option visibility; there are auth"):
+        App(f"{server.url}?visibility=30")
+    with pytest.raises(ConfigurationError, match="create must be true or false, got 'maybe'"):
+        App(f"{server.url}?create=maybe")
+    with pytest.raises(ConfigurationError, match="backoff must be 0 or more seconds, got 'soon'"):
+        App(f"{server.url}?backoff=soon")
+    with pytest.raises(ConfigurationError, match="RabbitMQ has no lanes"):
+        App(server.url).publish("orders", 1, lane="eu")
+
+
+def test_a_user_who_may_not_configure_queues_can_still_read_them(
+    open_broker: Callable[..., RabbitBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker refuses to say what kind of queue it is; a copy with a header counts on any."""
+    broker = open_broker()
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise aiormq.exceptions.ChannelAccessRefused("no")
+
+    monkeypatch.setattr("settled.transports.rabbitmq.queues._declare_as", refuse)
+    broker.transport.forget(broker.source)
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    channel = broker.channel()
+    for attempt in (1, 2, 3):
+        (delivery,) = gather(channel, 1)
+        assert delivery.attempt == attempt
+        channel.requeue(delivery, 0)
+
+
+def test_tls_with_the_certificate_authority_in_the_url(server: RabbitServer) -> None:
+    async def main() -> None:
+        transport = RabbitTransport(server.tls_url)
+        await transport.open()
+        assert transport.broker().connected
+        assert transport.broker().detail.startswith("RabbitMQ ")
+        await transport.close()
+        assert not transport.broker().connected
+        stranger = RabbitTransport(server.tls_url.partition("?")[0])
+        with pytest.raises(Exception, match="certificate verify failed"):
+            await stranger.open()
+
+    asyncio.run(main())
+
+
+def test_none_of_ten_thousand_messages_is_lost_when_the_consumer_is_killed_again_and_again(
+    open_broker: Callable[..., RabbitBroker], tmp_path: Path
+) -> None:
+    broker = open_broker()
+
+    async def fill() -> None:
+        for start in range(0, MESSAGES, 500):
+            await asyncio.gather(
+                *(
+                    broker.transport.push(Outgoing(subject=broker.queue, data=b"%d" % number))
+                    for number in range(start, start + 500)
+                )
+            )
+
+    broker.portal.run(fill())
+    counts = consume_with_crashes(broker.server.url, broker.queue, tmp_path / "handled")
+    assert set(counts) == set(range(MESSAGES))
+    in_the_end(lambda: ready(broker, broker.queue) == 0)
+    dead = broker.dead_letters()
+    assert {int(body) for body, _ in dead} == set(range(0, MESSAGES, 1000))
+    assert {error for _, error in dead} == {"a round number"}
