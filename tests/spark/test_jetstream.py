@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import signal
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +13,21 @@ from typing import Any
 import msgspec
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from typer.testing import CliRunner
 
+import settled.spark
 from settled import Reject
 from settled.queue.errors import BadRequest
 from settled.spark import attempt, read_queue, settle_batch
+from settled.spark.command import app
+from tests.nats.conftest import until
 from tests.nats.servers import Server, server
+from tests.router.conftest import config, dead_letters, is_settled, router_on
 from tests.spark.conftest import Run
 from tests.spark.stall import Stall
 from tests.spark.test_crashes import charge, driver
+
+GUIDE = Path(__file__).parents[2] / "docs" / "spark.md"
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +152,71 @@ def test_a_driver_killed_at_every_point_in_turn_loses_and_doubles_nothing(
     ]
     totals = stall.totals(stream)
     assert (totals["acked"], totals["dead"], totals["retried"], totals["pushed"]) == (900, 100, 100, 900)
+
+
+def result(tenant: str, provider: str) -> dict[str, Any]:
+    return {
+        "version": "1", "status": "success", "provider_id": provider, "tenant_id": tenant, "timestamp": 1,
+        "job": {"type": "text"}, "assignment_id": str(uuid.uuid4()),
+    }  # fmt: skip
+
+
+async def route(url: str) -> None:
+    """Three results through a router: one is handled, one is of a tenant it does not serve, one is none."""
+    async with router_on(config(url, tenants=("acme",), nats_js_max_deliver=3)) as router:
+        jetstream = router.transport.connection.jetstream
+        for body in (result("acme", "p1"), result("globex", "p2"), {"version": "1", "tenant_id": "acme"}):
+            await jetstream.publish(router.config.result_subject, msgspec.json.encode(body))
+
+        async def done() -> bool:
+            return len(await dead_letters(router)) == 2 and await is_settled(router)
+
+        await until(done, 60)
+
+
+def test_the_guides_examples_on_streams_run_and_report_whose_messages_came_again(
+    spark: SparkSession, stall: Stall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.run(route(stall.url))
+    for name, subjects in (("ORDERS", ["orders.>"]), ("INVOICES", ["invoices.>"])):
+        stall.call(lambda js, n=name, s=subjects: js.add_stream(name=n, subjects=s, allow_direct=True))
+    for i in range(4):
+        body = msgspec.json.encode({"id": i, "amount": i - 1})
+        stall.call(lambda js, body=body: js.publish("orders.new", body))
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
+    assert len(blocks) == 2
+    monkeypatch.setattr(settled.spark, "session", lambda: spark, raising=False)
+    names: dict[str, Any] = {
+        "__name__": "guide", "CHECKPOINT": str(tmp_path / "checkpoint"), "TABLE": str(tmp_path),
+    }  # fmt: skip
+    for block in blocks:
+        exec(compile(block.replace("nats://127.0.0.1:4222", stall.url), str(GUIDE), "exec"), names)
+    assert [msgspec.json.decode(m.data)["order"] for m in stall.all("INVOICES")] == [1, 2, 3]
+    assert stall.totals("ORDERS", "billing")["dead"] == 1
+    end = names["end"]
+    assert (end.messages, end.acked, end.retried, end.dead, end.waiting) == (5, 1, 2, 2, 0)
+    figures = names["figures"]
+    rows = {(r["consumer_group"], r["tenant"], r["provider"]): r for r in figures["owners"]}
+    counts = {key: (r["redelivered"], r["exhausted"], r["rejected"]) for key, r in rows.items()}
+    assert counts == {
+        ("bookkeeping", "globex", "p2"): (2, 1, 0),
+        ("router-results", "globex", "p2"): (2, 1, 0),
+        ("bookkeeping", "acme", ""): (0, 0, 1),
+        ("router-results", "acme", ""): (0, 0, 1),
+        ("billing", "", ""): (0, 0, 1),
+    }
+    assert rows["router-results", "globex", "p2"]["reason"] == "tenant_not_allowed"
+    assert rows["bookkeeping", "globex", "p2"]["reason"] == "PermissionError: tenant_not_allowed"
+    assert figures["totals"] == {"acked": 4, "retried": 2, "released": 0, "dead": 3}
+    assert {r["queue"] for r in figures["lag"]} >= {"ORDERS", "CAF_RESULTS"}
+    assert "By tenant, provider and reason" in (tmp_path / "report.html").read_text()
+
+
+def test_the_command_line_names_what_does_not_go_together(stall: Stall) -> None:
+    for wrong, text in (
+        (["--url", stall.url, "--queue", "q", "--group", "g"], "--queue does not go with a nats:// address"),
+        (["--url", stall.url, "--stream", "S"], "--consumer is missing for a nats:// address"),
+        (["--url", "postgresql://x", "--stream", "S", "--consumer", "c"], "give --queue and --group"),
+    ):
+        result = CliRunner().invoke(app, ["run", "shop:charge", *wrong])
+        assert (result.exit_code, text in result.output) == (2, True), result.output

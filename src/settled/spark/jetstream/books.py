@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ import msgspec
 from settled.queue.errors import Conflict
 from settled.spark.attempts import DEAD, INVALID, RELEASE, RETRY
 
+EXHAUSTED = "exhausted"
+"""A retry that had no attempt left: a dead letter too."""
 ATTEMPTS, DELAY, LONGEST = 3, 1.0, 3600.0
 ROWS_A_TASK = 5_000
 
@@ -222,7 +225,7 @@ def settle(
         before = books.retries.get(sequence, (0, 0.0))[0]
         attempts = before if outcome == RELEASE else before + 1
         if outcome == RETRY and books.terms.exhausted(attempts):
-            outcome = DEAD
+            outcome = EXHAUSTED
         if outcome == RETRY:
             wait = books.terms.delay(attempts) if delay is None else delay
             retries[sequence] = (attempts, now + wait)
@@ -230,8 +233,7 @@ def settle(
             retries[sequence] = (attempts, now + (delay or 0.0))
         place = errors.setdefault(error or ("" if outcome == RELEASE else "no error given"), len(errors))
         failures.append(Failure(sequence, outcome, attempts, place))
-    counts = {kind: sum(f.outcome == kind for f in failures) for kind in (RETRY, RELEASE, DEAD, INVALID)}
-    dead = counts[DEAD] + counts[INVALID]
+    counts = Counter(failure.outcome for failure in failures)
     one = Settlement(
         number=batch.number,
         first=batch.first,
@@ -241,7 +243,7 @@ def settle(
         messages=read.messages,
         acked=max(read.messages - len(failures) - held, 0),
         retried=counts[RETRY],
-        dead=dead,
+        dead=sum(counts[kind] for kind in (DEAD, INVALID, EXHAUSTED)),
         released=counts[RELEASE] + held,
         pushed=pushed,
         removed=read.removed + batch.missed,

@@ -6,15 +6,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 from pyspark.sql.datasource import InputPartition
 
 from settled.queue.errors import Conflict
 from settled.queue.manifest import Settled
 from settled.spark.jetstream import books as ledger
 from settled.spark.jetstream import setting
-from settled.spark.jetstream.books import Books, Totals
-from settled.spark.jetstream.bucket import Bucket
 from settled.spark.jetstream.link import Link, link_to
 from settled.spark.jetstream.messages import Messages, PieceReader
 from settled.spark.jetstream.reader import Reader, Task
@@ -90,21 +87,3 @@ def check_target(settings: Options, to: str) -> None:
             "than that pushes its results again; set allow_direct, or raise its duplicate_window",
             config.name, config.duplicate_window or 0,
         )  # fmt: skip
-
-
-class Standing(msgspec.Struct, frozen=True):
-    """How a group stands."""
-
-    totals: Totals
-    waiting: int
-    failing: int
-
-
-def standing(link: Link, stream: str, group: str) -> Standing | None:
-    """How a group stands now; None if it has not read yet."""
-    value = Bucket(link).get(f"{stream}.{group}")
-    if not value.data:
-        return None
-    books = msgspec.json.decode(value.data, type=Books)
-    count = link.run(lambda c: setting.waiting(c, stream, books.cursor, books.terms.subjects))
-    return Standing(books.totals, count, len(books.retries))

@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 
 from settled.settlement import Reason
 from settled.spark.attempts import DEAD, INVALID
-from settled.spark.jetstream.books import Books, Failure, Settlement, Terms
+from settled.spark.jetstream.books import EXHAUSTED, Books, Failure, Settlement, Terms
 from settled.spark.jetstream.bucket import NOTHING, Bucket
 from settled.spark.jetstream.link import Link
 from settled.spark.jetstream.messages import sequence_of, singly
@@ -44,7 +44,7 @@ def deliver(link: Link, settings: Options, books: Books) -> None:
     key = f"{settings.queue}.{settings.group}.batch.{last.number}"
     if bucket.get(key).revision:
         return
-    dead = [f for f in last.failures if f.outcome in (DEAD, INVALID)]
+    dead = [f for f in last.failures if f.outcome in (DEAD, INVALID, EXHAUSTED)]
     for at in range(0, len(dead), _AT_ONCE):
         some = dead[at : at + _AT_ONCE]
         link.run(lambda c, some=some: _write_letters(c, settings, books, last, some))  # type: ignore[misc]
