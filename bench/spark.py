@@ -21,6 +21,7 @@ from settled.spark import attempt, read_queue, session, settle
 from settled.spark.attempts import Attempts, Job
 from settled.spark.fused import as_rows
 from settled.spark.options import Options
+from settled.spark.postgres import Reader
 from settled.spark.rows import slices
 
 LANES = 16
@@ -66,7 +67,7 @@ def loop(dsn: str, queue: str, group: str, part: int, start: Any, done: Any) -> 
 
     start.wait()
     settings = Options.parse({"url": dsn, "queue": queue, "group": group, "holder": str(uuid.uuid4())})
-    reader = settings.reader()
+    reader = Reader(settings)
     attempts = Attempts(Job(handle, Policy(), {}, queue, group, False))
     count = failed = 0
     for piece in slices(reader.link, log_ranges(reader.link, queue)[part::2]):

@@ -152,6 +152,7 @@ class Router:
                     subjects=[subject],
                     num_replicas=self.config.replicas,
                     duplicate_window=_DUPLICATE_WINDOW,
+                    allow_direct=True,  # a pipeline on Spark reads it so
                 )
             )
 

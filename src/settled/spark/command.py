@@ -23,10 +23,17 @@ def run_command(
     handler: Annotated[
         str, typer.Argument(metavar="MODULE:HANDLER", help="The function, e.g. shop.billing:charge.")
     ],
-    queue: Annotated[str, typer.Option(help="The queue to read.")],
-    group: Annotated[str, typer.Option(help="The consumer group.")],
-    url: Url,
-    to: Annotated[str | None, typer.Option(help="Push what the handler returns to this queue.")] = None,
+    url: Annotated[
+        str, typer.Option(envvar="SETTLED_URL", help="The queue's database, postgresql://…, or nats://….")
+    ],
+    queue: Annotated[str | None, typer.Option(help="The queue to read.")] = None,
+    group: Annotated[str | None, typer.Option(help="The consumer group.")] = None,
+    stream: Annotated[str | None, typer.Option(help="On NATS: the stream to read.")] = None,
+    consumer: Annotated[str | None, typer.Option(help="On NATS: the consumer to read it as.")] = None,
+    subject: Annotated[str, typer.Option(help="On NATS: only this subject, wildcards allowed.")] = "",
+    to: Annotated[
+        str | None, typer.Option(help="Push what the handler returns to this queue, or subject.")
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Spark's checkpoint [default: ./checkpoints/QUEUE-GROUP].")
     ] = None,
@@ -35,6 +42,7 @@ def run_command(
     master: Master = None,
 ) -> None:
     """Run one handler over a queue; a line says how far it is, a summary ends it."""
+    queue, group = _named(url, queue, group, stream, consumer)
     function = _load(handler)
     spark = _session(master)
     from settled.spark.jobs.run import run
@@ -57,6 +65,7 @@ def run_command(
             until_empty=until_empty,
             max_rows=max_rows,
             on_progress=show,
+            subject=subject,
         )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -96,10 +105,15 @@ def export_command(
 @app.command("report")
 def report_command(
     target: Annotated[Path, typer.Argument(help="The HTML file; the figures go beside it as JSON.")],
-    url: Annotated[str | None, typer.Option(envvar="SETTLED_URL", help="A live queue's database.")] = None,
+    url: Annotated[
+        str | None, typer.Option(envvar="SETTLED_URL", help="A live queue's database, or nats://….")
+    ] = None,
     export: Annotated[Path | None, typer.Option(help="Or the folder of an export.")] = None,
     queue: Queue = None,
     hours: Annotated[float | None, typer.Option(help="Only so many last hours.")] = None,
+    dead_letters: Annotated[
+        list[str] | None, typer.Option(help="On NATS: one more stream of dead letters, e.g. CAF_DLQ.")
+    ] = None,
     master: Master = None,
 ) -> None:
     """Write a page on what happened to the messages."""
@@ -111,7 +125,9 @@ def report_command(
     from settled.spark.jobs.report import write_report
 
     try:
-        figures = write_report(spark, source, target, queue=queue, hours=hours)
+        figures = write_report(
+            spark, source, target, queue=queue, hours=hours, dead_letters=dead_letters or ()
+        )
     except Exception as error:
         _fail(error)
     finally:
@@ -155,6 +171,24 @@ def redrive_command(
         if spark is not None:
             spark.stop()
     typer.echo(f"{'would redrive' if dry_run else 'redriven'}={count}")
+
+
+def _named(
+    url: str, queue: str | None, group: str | None, stream: str | None, consumer: str | None
+) -> tuple[str, str]:
+    """What is read, and as whom; a queue has groups, a stream on NATS has consumers."""
+    nats = url.startswith(("nats://", "tls://"))
+    wanted = {"--stream": stream, "--consumer": consumer} if nats else {"--queue": queue, "--group": group}
+    others = {"--queue": queue, "--group": group} if nats else {"--stream": stream, "--consumer": consumer}
+    wrong = next((name for name, value in others.items() if value), None)
+    missing = next((name for name, value in wanted.items() if not value), None)
+    if wrong or missing:
+        what = f"{wrong} does not go with" if wrong else f"{missing} is missing for"
+        scheme = url.partition("://")[0]
+        typer.echo(f"settled: {what} a {scheme}:// address; give {' and '.join(wanted)}", err=True)
+        raise typer.Exit(2)
+    first, second = wanted.values()
+    return str(first), str(second)
 
 
 def _load(target: str) -> Any:

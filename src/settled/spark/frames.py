@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -21,6 +21,7 @@ from settled.queue.manifest import Link
 from settled.signals import ConfigurationError
 from settled.spark.attempts import ACK, INVALID, Attempts, Job, Rows, outcome_arrays
 from settled.spark.fused import arrow_type
+from settled.spark.options import Options, is_nats
 from settled.spark.shipping import dumps, loads, names_of
 from settled.spark.source import new_holder
 from settled.spark.types import spark_type, to_plain
@@ -44,6 +45,7 @@ class Origin:
     holder: str
     ordering: str
     lease_seconds: float
+    subject: str = ""
 
     @classmethod
     def of(cls, df: DataFrame) -> Origin:
@@ -64,7 +66,8 @@ class Origin:
         """Metadata for the column `batch`; it may end up in files, so the password stays here."""
         _known[self.holder] = self
         shown = {name: getattr(self, name) for name in Origin.__slots__}
-        return {MARK: json.dumps({**shown, "url": re.sub(r"(//[^:/@]*):[^@]*@", r"\1@", self.url)})}
+        open_ = re.sub(r"//[^/@]*@", "//", self.url) if is_nats(self.url) else self.url
+        return {MARK: json.dumps({**shown, "url": re.sub(r"(//[^:/@]*):[^@]*@", r"\1@", open_)})}
 
     @property
     def in_order(self) -> bool:
@@ -73,7 +76,7 @@ class Origin:
 
     def options(self) -> dict[str, str]:
         """As options of the format."""
-        return {
+        options = {
             "url": self.url,
             "queue": self.queue,
             "group": self.group,
@@ -81,14 +84,21 @@ class Origin:
             "ordering": self.ordering,
             "leaseSeconds": str(round(self.lease_seconds)),
         }
+        return options | ({"subject": self.subject} if self.subject else {})
 
 
 def read_queue(
     spark: SparkSession,
-    queue: str,
-    group: str,
+    queue: str = "",
+    group: str = "",
     *,
     url: str | None = None,
+    stream: str = "",
+    consumer: str = "",
+    subject: str = "",
+    max_deliver: int | None = None,
+    backoff: Sequence[float] = (),
+    dead_letter: str = "",
     payload: Any = bytes,
     handler: Callable[..., Any] | None = None,
     result: Any = None,
@@ -108,14 +118,35 @@ def read_queue(
     fast path of `attempt(handler)`; with `only_failures` those that are acknowledged do not come at all, for
     handlers without a result. `max_rows` bounds a batch. `starting` is "earliest", "latest" or a time,
     for a new group.
+
+    On NATS (`url="nats://…"`) a `stream` is read as a `consumer`: the filter, `max_deliver` and `backoff` are
+    those of the consumer of that name if there is one, else `subject` and the next two, as given here.
+    Dead letters go to the subject `dead_letter`, else to a stream of our own.
     """
     url = url or os.environ.get("SETTLED_URL", "")
-    origin = Origin(url, queue, group, new_holder(), _ordering(url, queue, ordering), lease_seconds)
-    options = origin.options() | {
-        "maxRows": "all" if max_rows is None else str(max_rows),
-        "tasks": str(tasks or _parallelism(spark)),
-        "startingPosition": starting,
+    nats = {
+        "stream": stream,
+        "consumer": consumer,
+        "subject": subject,
+        "maxDeliver": "" if max_deliver is None else str(max_deliver),
+        "backoff": ",".join(f"{seconds:g}" for seconds in backoff),
+        "deadLetter": dead_letter,
     }
+    given = {name: value for name, value in nats.items() if value}
+    named = Options.parse({"url": url, "queue": queue, "group": group, "ordering": ordering, **given})
+    if not named.group:
+        raise BadRequest("consumer" if named.on_nats else "group", "", "a pipeline settles for one: name it")
+    order = _on_nats(named) if named.on_nats else _ordering(url, queue, ordering)
+    origin = Origin(url, named.queue, named.group, new_holder(), order, lease_seconds, subject)
+    options = (
+        given
+        | origin.options()
+        | {
+            "maxRows": "all" if max_rows is None else str(max_rows),
+            "tasks": str(tasks or _parallelism(spark)),
+            "startingPosition": starting,
+        }
+    )
     if only_failures:
         options["emit"] = "failures"
     if handler is not None:
@@ -124,6 +155,18 @@ def read_queue(
     df = reader.options(**options).load()
     df = df.withMetadata("batch", origin.mark())
     return df if handler is not None else _with_payload(df, payload)
+
+
+def _on_nats(named: Options) -> str:
+    """Look at the stream now, while the user is here; order is kept only where it is asked for."""
+    try:
+        from settled.spark.jetstream.broker import check
+    except ImportError as error:
+        raise ConfigurationError(
+            f"a stream on NATS needs pip install 'settled[spark,nats]' ({error})"
+        ) from error
+    check(named)
+    return "none" if named.ordering == "queue" else named.ordering
 
 
 def _ordering(url: str, queue: str, ordering: str) -> str:
@@ -347,13 +390,18 @@ def _settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]
     options = origin.options()
     if to is None:
         return df.where(failed).select(*columns), options
-    if to == origin.queue:
+    if is_nats(origin.url):
+        from settled.spark.jetstream.broker import check_target
+
+        check_target(Options.parse(options), to)
+    elif to == origin.queue:
         raise BadRequest("to", to, "is the queue that is read: a message would go round for ever")
     if "result" not in have:
         raise ConfigurationError(
             f"settle(to={to!r}) pushes the column `result`: add one, or attempt() a handler that returns"
         )
-    partition = F.col("to_partition") if "to_partition" in have else F.col("partition")
+    own = F.lit(None).cast("string") if is_nats(origin.url) else F.col("partition")
+    partition = F.col("to_partition") if "to_partition" in have else own
     push = F.when(~failed, _as_bytes(df))
     columns += [F.when(~failed, partition).alias("to_partition"), push.alias("push")]
     rows = df.select(*columns).where((F.col("outcome") != ACK) | F.col("push").isNotNull())

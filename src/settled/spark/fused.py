@@ -16,9 +16,9 @@ from settled.spark.attempts import Attempts, Rows, outcome_arrays
 from settled.spark.shipping import loads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from settled.queue.manifest import Link, Range
+    from settled.spark.broker import Chunk
     from settled.spark.options import Options
     from settled.spark.rows import Slice
 
@@ -52,18 +52,15 @@ def as_rows(slice_: Slice) -> Rows:
     )
 
 
-def read_attempted(
-    link: Link, settings: Options, ranges: list[Range], batch: int
-) -> Iterator[pa.RecordBatch]:
+def read_attempted(chunks: Iterable[Chunk], settings: Options, batch: int) -> Iterator[pa.RecordBatch]:
     """Messages with what came of them."""
     job = loads(settings.handler)
     attempts = Attempts(job)
     result = arrow_type(job.result)
-    for slice_ in rows.slices(link, ranges):
-        done = attempts.run(as_rows(slice_))
+    for chunk in chunks:
+        done = attempts.run(chunk.rows())
         if settings.emit == "failures":
             if not done.failed:
                 continue
-            slice_, done = rows.only(slice_, sorted(done.failed)), done.only_failed()
-        arrays = rows.arrays(slice_, settings.queue, batch) + outcome_arrays(done, result)
-        yield pa.RecordBatch.from_arrays(arrays, names=NAMES)
+            chunk, done = chunk.only(sorted(done.failed)), done.only_failed()
+        yield pa.RecordBatch.from_arrays(chunk.arrays(batch) + outcome_arrays(done, result), names=NAMES)

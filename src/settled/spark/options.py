@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from settled.queue.errors import BadRequest
-from settled.queue.manifest import Reader
 
 NOBODY = "00000000-0000-0000-0000-000000000001"
 
@@ -29,6 +29,10 @@ class Options:
     handler: str
     emit: str
     to: str
+    subject: str
+    max_deliver: int | None
+    backoff: tuple[float, ...]
+    dead_letter: str
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Options:
@@ -39,12 +43,22 @@ class Options:
             raise BadRequest(f"option {unknown[0]}", given[unknown[0]], f"unknown; known are {known}")
         own = {name.lower(): value for name, value in given.items()}
         url = own.get("url") or os.environ.get("SETTLED_URL", "")
-        if not url.startswith(("postgresql://", "postgres://")):
+        if is_nats(url):
+            for ours, theirs in (("queue", "stream"), ("group", "consumer")):
+                if own.get(ours) and own.get(theirs) and own[ours] != own[theirs]:
+                    raise BadRequest(f"option {ours}", own[ours], f"on NATS it is {theirs}={own[theirs]!r}")
+                own[ours] = own.get(theirs) or own.get(ours, "")
+            if not own["queue"]:
+                raise BadRequest("option stream", own.get("stream"), "name the stream")
+        elif not url.startswith(("postgresql://", "postgres://")):
             raise BadRequest(
                 "option url",
                 url,
-                "must be the queue's database, postgresql://…; http:// has no segments to read",
+                "must be the queue's database, postgresql://…, or a NATS server, nats://…; "
+                "http:// has no segments to read",
             )
+        else:
+            _nats_only(own)
         if not own.get("queue"):
             raise BadRequest("option queue", own.get("queue"), "name the queue")
         limit = own.get("maxrows", "500000")
@@ -64,13 +78,34 @@ class Options:
             handler=own.get("handler", ""),
             emit=_one_of("emit", own.get("emit", "all"), ("all", "failures")),
             to=own.get("to", ""),
+            subject=own.get("subject", ""),
+            max_deliver=_whole("maxDeliver", own["maxdeliver"], 1) if own.get("maxdeliver") else None,
+            backoff=_seconds("backoff", own.get("backoff", "")),
+            dead_letter=own.get("deadletter", ""),
         )
 
-    def reader(self) -> Reader:
-        """The hold these options ask for, not yet taken."""
-        return Reader(self.url, self.queue, self.group, self.holder, self.lease_seconds, self.starting)
+    @property
+    def on_nats(self) -> bool:
+        """Whether the broker is JetStream: the queue is a stream there, the group a consumer."""
+        return is_nats(self.url)
 
 
+def is_nats(url: str) -> bool:
+    """Whether a URL names NATS servers."""
+    return url.startswith(("nats://", "tls://"))
+
+
+def _nats_only(own: Mapping[str, str]) -> None:
+    wrong = [name for name in ("stream", "consumer", *_NATS) if own.get(name.lower())]
+    if wrong:
+        raise BadRequest(
+            f"option {wrong[0]}",
+            own[wrong[0].lower()],
+            "is for a stream on NATS, give url=nats://…; a queue on Postgres has queue and group",
+        )
+
+
+_NATS = ("subject", "maxDeliver", "backoff", "deadLetter")
 _KNOWN = {
     name.lower(): name
     for name in (
@@ -87,6 +122,9 @@ _KNOWN = {
         "handler",
         "emit",
         "to",
+        "stream",
+        "consumer",
+        *_NATS,
     )
 }
 _SPARKS = {"path", "checkpointlocation", "queryname", "outputmode", "triggerinterval"}
@@ -96,6 +134,16 @@ def _whole(name: str, value: str, least: int) -> int:
     if not value.isascii() or not value.isdigit() or int(value) < least:
         raise BadRequest(f"option {name}", value, f"must be a whole number of at least {least}")
     return int(value)
+
+
+def _seconds(name: str, value: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in value.split(",") if part.strip())
+    except ValueError:
+        found = (-1.0,)
+    if any(not 0 <= second < math.inf for second in found):
+        raise BadRequest(f"option {name}", value, "must be seconds, one after the other: 1,5,30")
+    return found
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:

@@ -15,12 +15,14 @@ from settled.queue import segment
 from settled.queue.errors import Conflict
 from settled.queue.manifest import SQL, Link, Settled
 from settled.spark.attempts import ACK, DEAD, INVALID, RELEASE, RETRY
+from settled.spark.broker import broker_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from psycopg import Connection
 
+    from settled.spark import broker
     from settled.spark.options import Options
 
 OUTCOMES = {ACK, RETRY, RELEASE, DEAD, INVALID}
@@ -66,8 +68,9 @@ class _Open:
 class Staging:
     """Gathers one task's rows and hands them to the database."""
 
-    def __init__(self, to: str, in_order: bool) -> None:
+    def __init__(self, to: str, in_order: bool, link: Link) -> None:
         self.staged = Staged()
+        self._link = link
         self._to = to
         self._in_order = in_order
         self._held: set[int] = set()
@@ -147,7 +150,7 @@ class Staging:
         body = segment.encode(segment.new_base(), [b""] * n, part.payloads)
         self._segments.append((self._write, self._to, partition, n, body, lane, part.first, part.last))
 
-    def finish(self, link: Link) -> Staged:
+    def finish(self) -> Staged:
         """Hand everything over; nothing of it counts before the driver says so."""
         for lane, run in self._runs.items():
             self._end_run(lane, run)
@@ -157,7 +160,7 @@ class Staging:
             return self.staged
         self.staged.write = self._write
         self.staged.outcomes, self.staged.segments = len(self._outcomes), len(self._segments)
-        link.run(self._copy)
+        self._link.run(self._copy)
         return self.staged
 
     def _copy(self, connection: Connection[Any]) -> None:
@@ -173,9 +176,9 @@ class Staging:
                             copy.write_row(row)
 
 
-def stage(batches: Iterator[pa.RecordBatch], settings: Options, link: Link) -> Staged:
+def stage(batches: Iterator[pa.RecordBatch], settings: Options) -> WriterCommitMessage:
     """Take over a task's rows."""
-    staging = Staging(settings.to, settings.ordering == "in_order")
+    staging = broker_of(settings).staging()
     for batch in batches:
         if not batch.num_rows:
             continue
@@ -190,10 +193,10 @@ def stage(batches: Iterator[pa.RecordBatch], settings: Options, link: Link) -> S
                 staging.outcome(row)
             continue
         _stage_both(batch, failed.to_pylist(), staging)
-    return staging.finish(link)
+    return staging.finish()
 
 
-def _stage_both(batch: pa.RecordBatch, failed: list[bool], staging: Staging) -> None:
+def _stage_both(batch: pa.RecordBatch, failed: list[bool], staging: broker.Staging) -> None:
     """Failures and pushes, in the order of the rows: in order, nothing behind a failure is pushed."""
     lanes, seqs = batch.column("lane").to_pylist(), batch.column("sequence").to_pylist()
     partitions, pushes = batch.column("to_partition").to_pylist(), batch.column("push").to_pylist()
@@ -205,20 +208,8 @@ def _stage_both(batch: pa.RecordBatch, failed: list[bool], staging: Staging) -> 
 
 
 def settle_staged(settings: Options, messages: Sequence[Any]) -> Settled:
-    """The one transaction."""
-    staged = [m for m in messages if m is not None]
-    numbers = {m.batch for m in staged if m.batch is not None}
-    if len(numbers) > 1:
-        raise Conflict(f"rows of batches {sorted(numbers)} came together: settle one queue a query")
-    reader = settings.reader()
-    with reader.link:
-        return reader.settle(
-            numbers.pop() if numbers else None,
-            [m.write for m in staged if m.write is not None],
-            sum(m.outcomes for m in staged),
-            sum(m.segments for m in staged),
-            None if settings.ordering == "queue" else settings.ordering != "in_order",
-        )
+    """What the driver does once all tasks are done."""
+    return broker_of(settings).settle([m for m in messages if m is not None])
 
 
 class StreamSink(DataSourceStreamArrowWriter):
@@ -227,10 +218,8 @@ class StreamSink(DataSourceStreamArrowWriter):
     def __init__(self, settings: Options) -> None:
         self._settings = settings
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
-        from settled.spark.source import link_to
-
-        return stage(iterator, self._settings, link_to(self._settings.url))
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        return stage(iterator, self._settings)
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # noqa: N803
         settle_staged(self._settings, messages)
@@ -245,10 +234,8 @@ class BatchSink(DataSourceArrowWriter):
     def __init__(self, settings: Options) -> None:
         self._settings = settings
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
-        from settled.spark.source import link_to
-
-        return stage(iterator, self._settings, link_to(self._settings.url))
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        return stage(iterator, self._settings)
 
     def commit(self, messages: list[Any]) -> None:
         settle_staged(self._settings, messages)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import os
 import threading
 import time
 import uuid
 from dataclasses import dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
@@ -31,8 +28,8 @@ from pyspark.sql.types import (
 )
 
 from settled.queue.errors import BadRequest, Conflict, Fenced, QueueError
-from settled.queue.manifest import Link, Range, Reader, log_ranges
 from settled.spark import rows
+from settled.spark.broker import Reader, broker_of
 from settled.spark.fused import read_attempted
 from settled.spark.options import Options
 from settled.spark.shipping import loads
@@ -42,22 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
 
 log = logging.getLogger("settled.spark")
-ROWS_A_TASK = 5_000
 IDLE = 0.1
-_links: dict[tuple[int, str], Link] = {}
-
-
-def link_to(url: str) -> Link:
-    """This process's connection; Spark reuses its worker processes, and so do we."""
-    return _links.setdefault((os.getpid(), url), Link(url))
-
-
-@dataclass
-class Task(InputPartition):
-    """What one task reads."""
-
-    ranges: list[Range]
-    batch: int
 
 
 class SettledSource(DataSource):
@@ -106,40 +88,25 @@ def schema_of(settings: Options) -> StructType:
     return StructType(fields)
 
 
-def spread(ranges: list[Range], settings: Options, batch: int) -> list[Task]:
-    """Lanes over tasks, evenly; a lane stays in one task unless order was given up."""
-    total = sum(r.count for r in ranges)
-    wanted = max(1, min(settings.tasks, math.ceil(total / ROWS_A_TASK)))
-    if settings.ordering == "none":
-        ranges = [part for r in ranges for part in _cut(r, math.ceil(total / wanted))]
-    tasks: list[tuple[int, list[Range]]] = [(0, []) for _ in range(min(wanted, len(ranges)))]
-    for range_ in sorted(ranges, key=lambda r: -r.count):
-        at = min(range(len(tasks)), key=lambda i: tasks[i][0])
-        tasks[at] = (tasks[at][0] + range_.count, [*tasks[at][1], range_])
-    return [Task(part, batch) for _, part in tasks]
+@dataclass
+class Empty(InputPartition):
+    """Nothing to read; Spark wants a task all the same."""
+
+    batch: int = 0
 
 
-def _cut(range_: Range, size: int) -> list[Range]:
-    if range_.skip or range_.end - range_.first <= size:
-        return [range_]
-    parts = []
-    for first in range(range_.first, range_.end, size):
-        end = min(first + size, range_.end)
-        parked = range_.parked if first == range_.first else ()
-        count = end - first + len(parked)
-        parts.append(Range(range_.lane, range_.partition, first, end, count, "", parked, range_.attempts))
-    return parts
-
-
-def read_task(settings: Options, task: Task) -> Iterator[pa.RecordBatch]:
+def read_task(settings: Options, task: InputPartition) -> Iterator[pa.RecordBatch]:
     """A task's messages as record batches."""
-    link = link_to(settings.url)
+    if isinstance(task, Empty):
+        return
+    chunks = broker_of(settings).chunks(task)
+    batch: int = task.batch  # type: ignore[attr-defined]
     if settings.handler:
-        yield from read_attempted(link, settings, task.ranges, task.batch)
+        yield from read_attempted(chunks, settings, batch)
         return
     schema = rows.ARROW
-    for slice_ in rows.slices(link, task.ranges):
-        arrays = rows.arrays(slice_, settings.queue, task.batch)
+    for chunk in chunks:
+        arrays = chunk.arrays(batch)
         if settings.payload == "string":
             arrays[8] = arrays[8].cast(pa.string())
         yield pa.RecordBatch.from_arrays(arrays, names=schema.names)
@@ -154,18 +121,17 @@ class BatchReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         settings = self._settings
         if not settings.group:
-            with Link(settings.url) as link:
-                ranges = log_ranges(link, settings.queue)
-            return spread(ranges, settings, 0) or [Task([], 0)]
-        reader = settings.reader()
-        with reader.link:
+            return broker_of(settings).look() or [Empty()]
+        reader = broker_of(settings).reader()
+        try:
             reader.hold(streaming=False)
             number = reader.claim(settings.max_rows, None)
-            ranges = reader.serve(number) if number is not None else []
-        return spread(ranges, settings, number or 0) or [Task([], number or 0)]
+            return (reader.plan(number) if number is not None else []) or [Empty(number or 0)]
+        finally:
+            reader.close()
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        yield from read_task(self._settings, cast(Task, partition))
+        yield from read_task(self._settings, partition)
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -178,7 +144,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, settings: Options) -> None:
         self._settings = settings
         self._held: _Hold | None = None
-        self._as_of: datetime | None = None
+        self._horizon: Any = None
 
     def _reader(self) -> Reader:
         if self._held is None:
@@ -187,8 +153,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         # What fails now and may be tried again at once is for a later run, or this one might never end.
-        rows_ = self._reader().link.run(lambda c: c.execute("select clock_timestamp() as now").fetchall())
-        self._as_of = rows_[0]["now"]
+        self._horizon = self._reader().horizon()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         limit = self._settings.max_rows
@@ -209,14 +174,21 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         reader = self._reader()
         before = self._number(start)
         rows_ = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        number = reader.claim(rows_, self._as_of)
+        number = reader.claim(rows_, self._horizon)
         if number is None:
-            if self._as_of is None:
+            if self._horizon is None:
                 time.sleep(IDLE)  # Spark asks again at once, a hundred times a second
             return start
-        if number <= before:
+        queue, group = self._settings.queue, self._settings.group
+        if number < before:
             raise Conflict(
-                f"queue {reader.queue!r}, group {reader.group!r}: batch {number} was read but not settled; "
+                f"queue {queue!r}, group {group!r}: the checkpoint is at batch {before}, the group only at "
+                f"{number}: its state was deleted, or the checkpoint is of another broker; start with a new "
+                "checkpoint location"
+            )
+        if number == before:
+            raise Conflict(
+                f"queue {queue!r}, group {group!r}: batch {number} was read but not settled; "
                 "write the stream with settle(df), or call settle_batch(df, batch_id) at the end of "
                 "your foreachBatch"
             )
@@ -224,14 +196,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         reader = self._reader()
-        tasks: list[Task] = []
+        tasks: list[InputPartition] = []
         numbers = range(self._number(start) + 1, self._number(end) + 1)
         for number in numbers or (0,):  # Spark may run a batch without messages, which settles nothing
-            tasks += spread(reader.serve(number), self._settings, number)
+            tasks += reader.plan(number)
         return tasks
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        yield from read_task(self._settings, cast(Task, partition))
+        yield from read_task(self._settings, partition)
 
     def commit(self, end: dict[str, Any]) -> None:
         """Nothing: it comes a batch late and for the last one never, so the sink settles."""
@@ -263,10 +235,9 @@ class _Hold:
     """The hold on a reader, renewed by a thread as long as this process lives."""
 
     def __init__(self, settings: Options) -> None:
-        self.reader = settings.reader()
+        broker = broker_of(settings)
+        self.reader, self._renewals = broker.reader(), broker.reader()
         self.reader.hold(streaming=True)
-        self.reader.tidy()
-        self._renewals = settings.reader()
         self._every = settings.lease_seconds / 3
         self._stopped = threading.Event()
         threading.Thread(target=self._renew, name="settled-lease", daemon=True).start()
@@ -275,8 +246,6 @@ class _Hold:
         while not self._stopped.wait(self._every):
             try:
                 self._renewals.renew()
-                self._renewals.lock()  # free only if the database was away and the first lock went with it
-                self._renewals.tidy()
             except Fenced:
                 return  # the next step of the query hears of it and fails
             except (QueueError, OSError) as error:
@@ -287,7 +256,7 @@ class _Hold:
         self._stopped.set()
         for reader in (self.reader, self._renewals):
             with contextlib.suppress(Exception):
-                reader.link.close()
+                reader.close()
 
 
 def new_holder() -> str:

@@ -7,6 +7,8 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from settled.spark.jobs.owners import section
+
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 960, 240, 64, 28, 12, 12
 COLOURS = {"acked": "#2f7d5b", "retried": "#d9932b", "released": "#7a8aa0", "dead": "#b8383d"}
 LINES = {"p50": "#2f7d5b", "p90": "#d9932b", "p99": "#b8383d"}
@@ -39,6 +41,7 @@ def render(figures: dict[str, Any]) -> str:
             "#2f7d5b",
         ),
         "DEAD": _dead(figures["dead_letters"]["errors"]),
+        "OWNERS": section(figures.get("owners", [])),
         "LAG": _lag(figures["lag"]),
     }
     for name, value in parts.items():

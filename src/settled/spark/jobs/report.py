@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812
 
 from settled.queue.manifest import Link
-from settled.spark.jobs.export import EPOCH, query, table
+from settled.spark.jobs.export import EPOCH, SCHEMAS, query, table
+from settled.spark.jobs.owners import owners
 from settled.spark.jobs.page import render
+from settled.spark.options import is_nats
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -47,12 +51,37 @@ def write_report(
     *,
     queue: str | None = None,
     hours: float | None = None,
+    dead_letters: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Write `target` (HTML) and its figures beside it (.json), of a database's address or an export."""
-    figures = compute(spark, source, queue, hours)
+    """Write `target` (HTML) and its figures beside it (.json), of a broker's address or an export.
+
+    On NATS, `dead_letters` names more streams of dead letters, such as the router's.
+    """
+    if isinstance(source, str) and is_nats(source):
+        figures = of_streams(spark, source, queue, hours, dead_letters)
+    else:
+        figures = compute(spark, source, queue, hours)
     target.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
     target.write_text(render(figures), encoding="utf-8")
     return figures
+
+
+def of_streams(
+    spark: SparkSession, url: str, queue: str | None, hours: float | None, dead_letters: Sequence[str]
+) -> dict[str, Any]:
+    """All figures of a report on streams."""
+    from settled.spark.jetstream.history import Watch, tables
+
+    now = datetime.now(UTC)
+    since = EPOCH if hours is None else now - timedelta(hours=hours)
+    with Watch(url) as watch:
+        found = tables(watch, queue, since, dead_letters)
+        settlements, dead = (
+            spark.createDataFrame(pa.Table.from_pylist(found[name], SCHEMAS[name]))
+            for name in ("settlements", "dead_letters")
+        )
+        figures = _figures(settlements, dead, watch.lag(queue), now, queue)
+        return {**figures, "owners": owners(spark, watch, found["dead_letters"], queue, since)}
 
 
 def compute(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from settled.queue.manifest import Link
 from settled.spark.frames import read_queue, settle, settle_each
+from settled.spark.options import is_nats
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -58,7 +59,7 @@ def run(
 
     Ends when the query is stopped, or with `until_empty` when nothing waits and nothing is to be retried.
     """
-    with Link(url) as link:
+    with _watch(url) as link:
         # Who neither pushes nor writes needs no row that is acknowledged.
         quiet = to is None and write is None
         df = read_queue(spark, queue, group, url=url, handler=handler, only_failures=quiet, **options)
@@ -77,12 +78,25 @@ def run(
             query.stop()
 
 
-def _newest(link: Link, queue: str, group: str) -> int:
+def _watch(url: str) -> Any:
+    """What tells how far a group is."""
+    if not is_nats(url):
+        return Link(url)
+    from settled.spark.jetstream.history import Watch
+
+    return Watch(url)
+
+
+def _newest(link: Any, queue: str, group: str) -> Any:
+    if not isinstance(link, Link):
+        return link.totals(queue, group)
     rows = link.rows("find_reader", queue=queue, group=group)
     return rows[0]["newest"] if rows else 0
 
 
-def _progress(link: Link, queue: str, group: str, after: int, seconds: float) -> Progress:
+def _progress(link: Any, queue: str, group: str, after: Any, seconds: float) -> Progress:
+    if not isinstance(link, Link):
+        return Progress(**link.progress(queue, group, after), seconds=seconds)
     totals = link.rows("totals", queue=queue, group=group, after=after)[0]
     lag = link.rows("lag", queue=queue, group=group) or [{"waiting": 1, "failing": 0}]
     return Progress(**totals, **lag[0], seconds=seconds)

@@ -110,7 +110,11 @@ class Office:
         for subject in {source.dead_letter, source.invalid} - {None}:
             await self._check(str(subject), consumer)
         if source.dead_letter is None:
-            await self._make(self.settings.stream, [f"{self.settings.subject}.>"])
+            await self.make()
+
+    async def make(self) -> None:
+        """Make our own stream, if it is not there."""
+        await self._make(self.settings.stream, [f"{self.settings.subject}.>"])
 
     async def _check(self, subject: str, consumer: Consumer) -> None:
         jetstream = self._connection.jetstream

@@ -1,0 +1,86 @@
+"""Publishing many messages, each acknowledged, without waiting for one before the next is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import nats.errors
+import nats.js.errors
+from nats.aio.msg import Msg
+
+from settled.queue.errors import Conflict
+from settled.transports.nats import Connection
+
+AT_ONCE = 1_000
+_ONE_TRY = 5.0
+_WRONG_LAST_SEQUENCE = 10071
+
+
+class Outgoing(NamedTuple):
+    """A message to be stored once: its headers have a `Nats-Msg-Id`."""
+
+    subject: str
+    data: bytes
+    headers: Mapping[str, str]
+
+
+async def publish_all(connection: Connection, messages: Sequence[Outgoing]) -> None:
+    """Store messages, in their order; those that are there already are left as they are.
+
+    Raises what passes by itself (a server that is away) so that the caller tries all of it again.
+    """
+    for at in range(0, len(messages), AT_ONCE):
+        await _publish(connection, messages[at : at + AT_ONCE])
+
+
+async def _publish(connection: Connection, messages: Sequence[Outgoing]) -> None:
+    client = await connection.open()
+    waiting = set(range(len(messages)))
+    refused: list[str] = []
+    unheard: list[str] = []
+    changed = asyncio.Event()
+
+    async def acknowledged(answer: Msg) -> None:
+        place = int(answer.subject.rpartition(".")[2])
+        if (answer.headers or {}).get("Status") == "503":
+            unheard.append(messages[place].subject)
+        else:
+            error = msgspec.json.decode(answer.data).get("error")
+            # The last sequence is wrong where something may be stored only once, and is.
+            if error and error.get("err_code") != _WRONG_LAST_SEQUENCE:
+                refused.append(f"subject {messages[place].subject!r}: {error.get('description')}")
+        waiting.discard(place)
+        if refused or unheard or not waiting:
+            changed.set()
+
+    inbox = client.new_inbox()
+    subscription = await client.subscribe(f"{inbox}.*", cb=acknowledged)
+    try:
+        deadline = time.monotonic() + _ONE_TRY
+        for place, message in enumerate(messages):
+            await client.publish(
+                message.subject, message.data, reply=f"{inbox}.{place}", headers=dict(message.headers)
+            )
+        while waiting and not (refused or unheard):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise nats.errors.TimeoutError
+            try:
+                await asyncio.wait_for(changed.wait(), left)
+            except TimeoutError:
+                continue
+    finally:
+        await subscription.unsubscribe()
+    if unheard and not refused:
+        try:
+            await connection.jetstream.find_stream_name_by_subject(unheard[0])
+        except nats.js.errors.NotFoundError:
+            refused.append(f"no stream takes subject {unheard[0]!r}; create one that does")
+        else:
+            raise nats.errors.NoRespondersError
+    if refused:
+        raise Conflict(f"publish: {refused[0]}")

@@ -1,0 +1,130 @@
+"""One task's rows on their way to the settlement: failures travel to the driver, results to their subject."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from pyspark.sql.datasource import WriterCommitMessage
+
+from settled.queue.errors import Conflict
+from settled.spark.attempts import RELEASE, RETRY
+from settled.spark.jetstream import setting
+from settled.spark.jetstream.books import Books, Outcome
+from settled.spark.jetstream.bucket import Bucket
+from settled.spark.jetstream.link import Link
+from settled.spark.jetstream.messages import FETCH, fetch, sequence_of
+from settled.spark.jetstream.publishing import Outgoing, publish_all
+from settled.transports.nats import Connection
+from settled.transports.nats.delivery import MSG_ID
+
+if TYPE_CHECKING:
+    from settled.spark.options import Options
+
+ERROR_LIMIT = 2_000
+_AT_ONCE = 1_000
+_MARGIN = 30.0
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Outcome]).decode
+
+
+@dataclass
+class Staged(WriterCommitMessage):
+    """What one run of a task tells the driver."""
+
+    batch: int | None = None
+    body: bytes = b""
+    pushed: int = 0
+
+    def outcomes(self) -> list[Outcome]:
+        """The rows that were not acknowledged."""
+        return _decode(zlib.decompress(self.body)) if self.body else []
+
+
+class Staging:
+    """Gathers one task's rows. Results are published at once, under ids that a repetition has too."""
+
+    def __init__(self, settings: Options, link: Link) -> None:
+        self._settings = settings
+        self._link = link
+        self._in_order = settings.ordering == "in_order"
+        self._held = False
+        self._batch: int | None = None
+        self._outcomes: list[Outcome] = []
+        self._pushes: list[Outgoing] = []
+        self._pushed = 0
+        self._known: set[str] | None = None
+
+    def number(self, batches: Sequence[int]) -> None:
+        """Note which batch the rows are of; all must be of one."""
+        for batch in batches:
+            if self._batch is None:
+                self._batch = batch
+            elif self._batch != batch:
+                raise Conflict(
+                    f"rows of batches {self._batch} and {batch} came together: settle one stream a query"
+                )
+
+    def outcome(self, row: dict[str, Any]) -> None:
+        """A row that is not acknowledged."""
+        error = row["error"][:ERROR_LIMIT] if row["error"] else None
+        outcome = RELEASE if self._held else row["outcome"]
+        self._outcomes.append(Outcome(row["sequence"], outcome, row["delay"], error))
+        if self._in_order and outcome in (RETRY, RELEASE):
+            self._held = True
+
+    def push(self, lane: int, seq: int, partition: str | None, payload: bytes) -> None:
+        """A result for the next subject."""
+        if self._held:
+            self._outcomes.append(Outcome(seq, RELEASE, None, None))  # it is attempted again, in its turn
+            return
+        settings = self._settings
+        subject = f"{settings.to}.{partition}" if partition else settings.to
+        identity = f"settled:{settings.queue}.{settings.group}.{self._batch}.{seq}"
+        self._pushed += 1
+        self._pushes.append(Outgoing(subject, payload, {MSG_ID: identity}))
+        if len(self._pushes) >= _AT_ONCE:
+            self._send()
+
+    def _send(self) -> None:
+        if self._known is None:
+            value = Bucket(self._link).get(f"{self._settings.queue}.{self._settings.group}")
+            batch = msgspec.json.decode(value.data, type=Books).open if value.data else None
+            since = batch.claimed_at if batch is not None else time.time()
+            subject = self._pushes[0].subject
+            self._known = self._link.run(lambda connection: _sent_since(connection, subject, since))
+        known, pushes = self._known, self._pushes
+        fresh = [one for one in pushes if one.headers[MSG_ID] not in known] if known else pushes
+        self._pushes = []
+        self._link.run(lambda connection: publish_all(connection, fresh))
+
+    def finish(self) -> Staged:
+        """Send what is left, and tell the driver."""
+        if self._pushes:
+            self._send()
+        body = zlib.compress(_encode(self._outcomes), 1) if self._outcomes else b""
+        return Staged(self._batch, body, self._pushed)
+
+
+async def _sent_since(connection: Connection, subject: str, since: float) -> set[str]:
+    """The ids in a target since a batch was claimed, if that is longer ago than its stream remembers them.
+
+    Within the stream's duplicate window the server itself drops what it has.
+    """
+    config = (await setting.target_of(connection, subject, "to")).config
+    if time.time() - since < (config.duplicate_window or 0) - _MARGIN or not config.allow_direct:
+        return set()
+    name, found = config.name or "", set[str]()
+    start = datetime.fromtimestamp(since - _MARGIN, UTC).isoformat()
+    some = await fetch(connection, name, start_time=start, batch=FETCH)
+    while some.messages:
+        found.update((m.headers or {}).get(MSG_ID, "") for m in some.messages)
+        if not some.more:
+            break
+        some = await fetch(connection, name, seq=sequence_of(some.messages[-1]) + 1, batch=FETCH)
+    return found
