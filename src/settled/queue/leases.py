@@ -138,6 +138,7 @@ class Leases:
         parked = sorted(row["parked_out"])
         ranges += [(lane_id, seq, seq + 1) for seq in parked]
         segments = (await self._cache.load(self._pool, ranges))[lane_id]
+        segments.sort(key=lambda segment: segment.first_seq)
         pieces = cut(segments, row["base"], row["batch_end"], None, parked)
         length = row["batch_end"] - row["base"]
         lease = Lease(str(row["lease"]), lane_id, group_id, row["base"], length, parked, pieces, now)
