@@ -170,7 +170,7 @@ async def test_merging_while_everything_goes_on_loses_nothing_and_repeats_nothin
 
     async def produce(number: int) -> None:
         rng = random.Random(number)
-        for i in range(250):
+        for i in range(150):
             name = f"{number}-{i}"
             await rng.choice(engines).push([PushItem("qr"[i % 2], b"1", f"p{i % 3}", name)])
             sent.add(name)
