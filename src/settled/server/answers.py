@@ -34,7 +34,7 @@ JSON = "application/json"
 LAGGING_AFTER = 300
 
 _SAID = {
-    "invalid_lease": "Invalid or expired lease",
+    "invalid_lease": "Lease validation failed: Invalid or expired lease",
     "not_found": "Message not found",
     "not_applied": "Not applied: another acknowledgment of the batch could not be settled",
 }
