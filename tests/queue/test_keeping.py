@@ -332,7 +332,7 @@ async def test_options_are_checked_by_name_and_replaced_whole(engine: Engine) ->
         first.queue_id,
     )
     for bad in ({"leaseTime": 0}, {"retryLimit": -1}, {"retry": "never"}, {"priority": "high"}, {"colour": 1},
-                {"retentionEnabled": 1}, {"maxSize": True}, {"encryptionEnabled": True}):  # fmt: skip
+                {"retentionEnabled": 1}, {"maxSize": True}, {"encryptionEnabled": 1}):  # fmt: skip
         with pytest.raises(BadRequest, match=next(iter(bad))):
             await engine.configure("q", bad)
 

@@ -287,7 +287,8 @@ class Settler:
             return (_NOTHING[0], mark.item.transaction_id, _NOTHING[2], b"", b"null")
         at = mark.seq - segment.first_seq
         created = datetime.fromtimestamp(segment.created(at) / 1e6, UTC)
-        return segment.id(at), segment.tx(at), created, segment.header(at), segment.payload(at)
+        headers, payload = segment.stored(at)
+        return segment.id(at), segment.tx(at), created, headers, payload
 
     def _take_out(
         self, rows: list[Any], leases: list[Lease], ranges: dict[Lease, list[Mark]], singles: list[Mark]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from settled.queue import sealing
 from settled.queue.db import sql
 from settled.queue.errors import NotFound, QueueFull
 from settled.queue.lanes import check_name
@@ -32,6 +33,8 @@ async def configure(
         if value:
             check_name(field, value)
     parsed = parse_options(name, options or {})
+    if parsed.encryption_enabled:
+        sealing.check(name)
     await core.pool.fetch(
         "select configure($1, $2, $3, $4, $5)",
         core.worker,

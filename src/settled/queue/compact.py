@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from settled.queue import segment
 from settled.queue.cache import micros
 from settled.queue.db import sql
+from settled.queue.sealing import SEALED, seal
 from settled.queue.segment import Segment
 
 if TYPE_CHECKING:
@@ -97,13 +98,14 @@ def merge(rows: Sequence[Any]) -> Merged:
             times.append(part.created(at))
         ids += [bytes.fromhex(text.replace("-", "")) for text in part.ids()]
     known = any(row["hashes"] for row in rows)
+    body = segment.encode(b"", tx, payloads, headers, b"".join(ids), times)
     return Merged(
         [row["first_seq"] for row in rows],
         len(payloads),
         rows[-1]["created_at"],
         [_EPOCH + timedelta(microseconds=at) for at in times],
         b"".join(row["hashes"] or bytes(8 * row["n"]) for row in rows) if known else None,
-        segment.encode(b"", tx, payloads, headers, b"".join(ids), times),
+        seal(body, len(payloads)) if any(row["body"][0] == SEALED for row in rows) else body,
     )
 
 

@@ -12,6 +12,7 @@ from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.queue.lanes import check_uuid
 from settled.queue.marks import Settlement
 from settled.queue.poll import parse_time
+from settled.queue.sealing import unseal_value
 from settled.queue.segment import JSON, PRODUCER_KEY, TRACE_KEY, TYPE_KEY, new_base, uuid_text
 from settled.queue.types import AckItem, DeadLetter, Page, PushItem, PushResult
 
@@ -35,7 +36,7 @@ def check_page(limit: int, offset: int) -> None:
 
 
 def _letter(row: Any) -> DeadLetter:
-    own: dict[str, str] = msgspec.json.decode(row["headers"] or b"{}")
+    own: dict[str, str] = msgspec.json.decode(unseal_value(row["headers"], b"{}") or b"{}")
     return DeadLetter(
         id=str(row["id"]),
         message_id=str(row["message_id"]),
@@ -46,7 +47,7 @@ def _letter(row: Any) -> DeadLetter:
         group=row["consumer_group"],
         error=row["error"],
         attempts=row["attempts"],
-        payload=row["payload"],
+        payload=unseal_value(row["payload"]),
         content_type=own.pop(TYPE_KEY, JSON),
         trace_id=own.pop(TRACE_KEY, None),
         producer=own.pop(PRODUCER_KEY, None),
@@ -136,7 +137,7 @@ async def bury_message(core: Core, partition_id: str, transaction_id: str, group
     group_id = await core.registry.group(group)
     segment, at = await locate(core, lane, transaction_id)
     created = datetime.fromtimestamp(segment.created(at) / 1e6, UTC)
-    copy = (segment.id(at), segment.tx(at), created, segment.header(at), segment.payload(at))
+    copy = (segment.id(at), segment.tx(at), created, *segment.stored(at))
     state = await core.pool.fetchval(
         "select bury($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
         core.worker, lane.id, group_id, segment.first_seq + at, *copy, BY_HAND,

@@ -208,6 +208,7 @@ def _view(
         headers=row.headers,
         content_type=row.content_type,
         payload=row.payload if payload else None,
+        encrypted=segment.sealed,
     )
 
 

@@ -84,7 +84,4 @@ def parse_options(queue: str, raw: Mapping[str, Any]) -> QueueOptions:
                 raise BadRequest(f"queue {queue!r}: options.{name}", value, hint)
         elif not isinstance(value, bool):
             raise BadRequest(f"queue {queue!r}: options.{name}", value, "must be true or false")
-    if raw.get("encryptionEnabled"):
-        hint = "payload encryption is not offered; encrypt payloads before the push"
-        raise BadRequest(f"queue {queue!r}: options.encryptionEnabled", True, hint)
     return msgspec.convert(dict(raw), QueueOptions)

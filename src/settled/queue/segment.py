@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import zstandard
 
+from settled.queue.sealing import SEALED, seal_value, unseal
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -151,6 +153,7 @@ class Segment:
         "created_us",
         "first_seq",
         "n",
+        "sealed",
         "size",
     )
 
@@ -163,6 +166,9 @@ class Segment:
         self._base = b""
         self._headers: list[bytes] | None = None
         self._times: array[int] | None = None
+        self.sealed = raw[0] == SEALED
+        if self.sealed:
+            raw = unseal(raw)
         match raw[0]:
             case 1:
                 _, _, tx, head = _single.unpack_from(raw)
@@ -251,6 +257,11 @@ class Segment:
     def header(self, offset: int) -> bytes:
         """One message's headers as stored: a JSON object, or nothing."""
         return self._headers[offset] if self._headers is not None else b""
+
+    def stored(self, offset: int) -> tuple[bytes, bytes]:
+        """Headers and payload of one message for a copy of it, sealed if the message was."""
+        headers, payload = self.header(offset), self.payload(offset)
+        return (seal_value(headers), seal_value(payload)) if self.sealed else (headers, payload)
 
     def created(self, offset: int) -> int:
         """When the message was appended, in µs since 1970."""

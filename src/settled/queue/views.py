@@ -69,6 +69,7 @@ class MessageView(msgspec.Struct):
     headers: dict[str, str] = {}
     content_type: str = JSON
     payload: bytes | None = None
+    encrypted: bool = False
 
     @property
     def status(self) -> str:
@@ -84,7 +85,7 @@ class JournalEntry(msgspec.Struct):
     """One settle call as it touched one partition: what was settled, when, by whom, with which error."""
 
     at: datetime
-    kind: Literal["settled", "auto_ack", "failed", "dead", "seek"]
+    kind: Literal["settled", "auto_ack", "failed", "released", "dead", "dropped", "seek"]
     group: str
     partition_id: str
     first_seq: int

@@ -328,7 +328,7 @@ def message_detail(view: MessageView) -> dict[str, Any]:
         **message(view),
         **data,
         "payload": data["data"],
-        "isEncrypted": False,
+        "isEncrypted": view.encrypted,
         "errorMessage": errors[0] if errors else None,
         "retryCount": max((g.attempts for g in view.groups), default=0),
         "mode": mode([view]),

@@ -45,6 +45,11 @@ begin
                            array(select case when u like '%.%' then split_part(u, '.', 1) else '' end from unnest(d.queues) u),
                            array(select split_part(u, '.', 2) from unnest(d.queues) u), p_options) t);
         perform from lane where id = any (v_targets) order by id for no key update;
+        if exists (select from lane l join queue t on t.id = l.queue_id
+                    where l.id = any (v_targets) and (t.options ->> 'encryptionEnabled')::boolean) then
+            raise exception using errcode = 'SE005', message =
+                'results were to be pushed to an encrypted queue, which Spark cannot do: push to another one';
+        end if;
     end if;
     perform from consumer c join manifest_range g on c.lane_id = g.lane_id and c.group_id = r.group_id
       where g.reader_id = r.id and g.number = m.number order by c.lane_id, c.group_id for update of c;
