@@ -301,6 +301,22 @@ async def journal(
                 lease_id=str(row["leases"][i]) if row["leases"] else None,
                 attempts=row["attempts"],
                 error=row["error"],
+                exact=row["counts"][i] in (0, row["lasts"][i] - row["firsts"][i] + 1),
             )
         )
+    if ids is not None and seq is not None and any(not entry.exact for entry in entries):
+        states = await States.read(core, {ids[0]: (seq, seq)})
+        return _life(entries, {state.group: state.status for state in states.of(ids[0], seq)})
     return entries
+
+
+def _life(entries: list[JournalEntry], states: dict[str, str]) -> list[JournalEntry]:
+    """Without calls that settled messages before and behind this one, but not this one, as far as is known."""
+    certain = {
+        entry.group for entry in entries if entry.exact and entry.kind in ("settled", "auto_ack", "dead")
+    }
+    return [
+        entry
+        for entry in entries
+        if entry.exact or (entry.group not in certain and states.get(entry.group, "completed") == "completed")
+    ]

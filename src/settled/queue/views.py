@@ -82,7 +82,10 @@ class MessageView(msgspec.Struct):
 
 
 class JournalEntry(msgspec.Struct):
-    """One settle call as it touched one partition: what was settled, when, by whom, with which error."""
+    """One settle call as it touched one partition: what was settled, when, by whom, with which error.
+
+    Not `exact`: of the messages from `first_seq` to `last_seq` only `count` were settled, in no order.
+    """
 
     at: datetime
     kind: Literal["settled", "auto_ack", "failed", "released", "dead", "dropped", "seek"]
@@ -95,6 +98,7 @@ class JournalEntry(msgspec.Struct):
     lease_id: str | None = None
     attempts: int = 0
     error: str | None = None
+    exact: bool = True
 
 
 class Trace(msgspec.Struct):
