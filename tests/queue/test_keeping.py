@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import pytest
 
-from settled.queue.types import BadRequest, NotFound, PopRequest, PushItem
+from settled.queue.engine import Engine
+from settled.queue.manifest import Reader
+from settled.queue.types import BadRequest, Conflict, NotFound, PopRequest, PushItem
 from tests.queue.helpers import drain, ids, pop, push, settle, with_engine
 
-if TYPE_CHECKING:
-    from settled.queue.engine import Engine
+
+async def _age(engine: Engine, seconds: int) -> None:
+    """As if all messages had been pushed earlier."""
+    await engine._core.pool.fetch(f"update segment set created_at = created_at - interval '{seconds} s'")
 
 
 @with_engine
@@ -168,6 +172,106 @@ async def test_a_message_can_be_buried_by_hand(engine: Engine) -> None:
 
 
 @with_engine
+async def test_a_message_far_behind_others_is_buried_and_what_is_settled_is_not(engine: Engine) -> None:
+    await engine.push([PushItem("q", b"1", transaction_id=f"m{i}") for i in range(12_000)])
+    partition = (await engine.queue("q")).lanes[0].id
+    batch = await pop(engine, "q", 10)
+    await settle(engine, batch, "completed", "m3")
+    await engine.bury_message(partition, "m11500")
+    await engine.bury_message(partition, "m5")  # leased
+    await engine.bury_message(partition, "m20", group="other")
+    for settled in ("m3", "m5", "m11500"):
+        with pytest.raises(NotFound):
+            await engine.bury_message(partition, settled)
+    rest = [m for m in ids(batch) if m not in ("m3", "m5")]
+    assert all(r.success for r in await settle(engine, batch, "completed", *rest))
+    letters = {(d.group, d.transaction_id): d.attempts for d in (await engine.dead_letters()).rows}
+    mode = "__QUEUE_MODE__"
+    assert letters == {(mode, "m11500"): 0, (mode, "m5"): 0, ("other", "m20"): 0}
+    assert await drain(engine, "q") == [f"m{i}" for i in range(10, 12_000) if i != 11_500]
+    assert (await drain(engine, "q", "other"))[19:21] == ["m19", "m21"]
+
+
+@with_engine
+async def test_a_message_that_waits_for_its_retry_can_be_buried(engine: Engine) -> None:
+    for retry in ("in_order", "parked"):
+        await engine.configure(retry, {"retry": retry, "retryDelay": 3_600_000})
+        await push(engine, retry, *"abc")
+        batch = await pop(engine, retry)
+        await settle(engine, batch, "failed", "b")
+        await settle(engine, batch, "completed", "a", "c")
+        assert (await pop(engine, retry)).empty
+        await engine.bury_message(next(batch.messages()).partition_id, "b")
+        (letter,) = (await engine.dead_letters(queue=retry)).rows
+        assert (letter.transaction_id, letter.attempts) == ("b", 1)
+        assert (await engine.groups(queue=retry))[0].total_lag == 0
+        await push(engine, retry, "d")
+        assert ids(await pop(engine, retry)) == ["d"]
+
+
+@with_engine
+async def test_listing_by_status_looks_past_the_newest_messages(engine: Engine) -> None:
+    for start in range(0, 300, 10):
+        await push(engine, "q", *(f"m{i}" for i in range(start, start + 10)))
+    await push(engine, "r", *(f"r{i}" for i in range(5)))
+    await settle(engine, await pop(engine, "q", 3), "dlq", "m1", error="bad")
+    dead = await engine.messages(queue="q", status="dead_letter", limit=5)
+    assert [(m.transaction_id, m.groups[0].attempts) for m in dead] == [("m1", 1)]
+    everything = [m.transaction_id for m in await engine.messages(queue="q", limit=1000)]
+    assert everything == [f"m{i}" for i in reversed(range(300))]
+    paged = [
+        m.transaction_id for at in (0, 130) for m in await engine.messages(queue="q", limit=130, offset=at)
+    ]
+    assert paged == everything[:260]
+
+
+@with_engine
+async def test_a_queue_may_drop_what_would_be_a_dead_letter_and_the_journal_tells(engine: Engine) -> None:
+    await engine.configure("q", {"deadLetterQueue": False, "retryLimit": 1, "maxWaitTimeSeconds": 1})
+    await push(engine, "q", *"abc")
+    batch = await pop(engine, "q", 2)
+    failed = await settle(engine, batch, "failed", "a", error="boom")
+    rejected = await settle(engine, batch, "dlq", "b", error="bad")
+    assert [(r.message, r.dlq, r.attempts) for r in (*failed, *rejected)] == [
+        ("failed_dropped", False, 1)
+    ] * 2
+    await _age(engine, 2)
+    while not await engine.tidy():
+        await asyncio.sleep(0.01)
+    assert (await engine.dead_letters()).total == 0
+    assert (await pop(engine, "q")).empty
+    dropped = [(e.error, e.attempts) for e in await engine.journal(queue="q") if e.kind == "dropped"]
+    assert dropped == [("waited longer than maxWaitTimeSeconds (1 s)", 0), ("bad", 1), ("boom", 1)]
+
+
+@with_engine
+async def test_without_a_dead_letter_after_the_limit_a_message_is_tried_again_for_ever(
+    engine: Engine,
+) -> None:
+    await engine.configure("q", {"dlqAfterMaxRetries": False, "retryLimit": 2, "retryDelay": 0})
+    await push(engine, "q", "a")
+    for attempt in range(1, 6):
+        (result,) = await settle(engine, await pop(engine, "q"), "failed")
+        assert (result.message, result.attempts) == ("failed_retry", attempt)
+    (result,) = await settle(engine, await pop(engine, "q"), "dlq")
+    assert (result.message, result.attempts) == ("failed_dlq", 6)
+
+
+@with_engine
+async def test_a_message_lives_as_long_as_its_ttl(engine: Engine) -> None:
+    assert (await engine.configure("q", {})).options.ttl == 0
+    await engine.configure("q", {"ttl": 1, "maxWaitTimeSeconds": 500})
+    await push(engine, "q", "a")
+    await _age(engine, 2)
+    await push(engine, "q", "b")
+    while not await engine.tidy():
+        await asyncio.sleep(0.01)
+    (letter,) = (await engine.dead_letters()).rows
+    assert (letter.transaction_id, letter.error) == ("a", "waited longer than ttl (1 s)")
+    assert letter.attempts == 0
+
+
+@with_engine
 async def test_figures_of_queues_add_up(engine: Engine) -> None:
     await push(engine, "q", *"abcde", partition="p1")
     await push(engine, "q", *"xy", partition="p2")
@@ -193,6 +297,30 @@ async def test_a_deleted_queue_takes_everything_with_it(engine: Engine) -> None:
     assert (await pop(engine, "q")).empty
 
 
+def test_a_deleted_queue_takes_its_spark_readers_and_batches_with_it(dsn: str) -> None:
+    async def body() -> None:
+        async with await Engine.open(dsn) as engine:
+            for queue in ("q", "kept"):
+                await push(engine, queue, "a")
+            readers = [Reader(dsn, queue, "spark", str(uuid4()), 60) for queue in ("q", "kept")]
+            for reader in readers:
+                reader.hold(streaming=False)
+                assert reader.claim(10, None) == 1
+            assert await engine.delete_queue("q")
+            pool = engine._core.pool
+            for table in ("reader", "manifest", "manifest_range", "lane", "consumer"):
+                assert await pool.fetchval(f"select count(*) from {table}") == 1, table
+            with pytest.raises(Conflict, match="deleted"):
+                readers[0].serve(1)
+            with pytest.raises(Conflict, match="deleted"):
+                readers[0].hold(streaming=False)
+            assert len(readers[1].serve(1)) == 1
+            for reader in readers:
+                reader.link.close()
+
+    asyncio.run(body())
+
+
 @with_engine
 async def test_options_are_checked_by_name_and_replaced_whole(engine: Engine) -> None:
     first = await engine.configure("q", {"leaseTime": 5, "retry": "parked"}, namespace="n", task="t")
@@ -204,7 +332,7 @@ async def test_options_are_checked_by_name_and_replaced_whole(engine: Engine) ->
         first.queue_id,
     )
     for bad in ({"leaseTime": 0}, {"retryLimit": -1}, {"retry": "never"}, {"priority": "high"}, {"colour": 1},
-                {"retentionEnabled": 1}, {"maxSize": True}, {"encryptionEnabled": True}):  # fmt: skip
+                {"retentionEnabled": 1}, {"maxSize": True}, {"encryptionEnabled": 1}):  # fmt: skip
         with pytest.raises(BadRequest, match=next(iter(bad))):
             await engine.configure("q", bad)
 

@@ -169,10 +169,10 @@ class Both(RuleBasedStateMachine):
             if lane in LANES:
                 assert lag == self.model.depth(lane, group), (group, lane)
         mine = sorted(
-            (d.group, d.transaction_id)
+            (d.group, d.transaction_id, d.attempts)
             for d in self.run(self.engine.dead_letters(queue=self.queue, limit=999)).rows
         )
-        theirs = sorted((d.group, d.id) for lane in LANES for d in self.model.dead_letters(lane))
+        theirs = sorted((d.group, d.id, d.attempts) for lane in LANES for d in self.model.dead_letters(lane))
         assert mine == theirs
 
 

@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
 def test_the_curl_lines_work(server: RunningServer) -> None:
     script = "\n".join(blocks("sh"))
     calls = script.count("curl ")
-    assert calls >= 11
+    assert calls >= 12
     # --fail-with-body makes curl say so when the server refuses.
     script = f"set -eu -o pipefail\nQUEUE={server.url}\n" + script.replace(
         "curl -s ", "curl -sS --fail-with-body "

@@ -44,7 +44,7 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
         "items must have at most 10000",
     ),
     ("/api/v1/ack", b'{"partitionId":"%b"}' % UUID.encode(), "transactionId is required"),
-    ("/api/v1/ack", b'{"transactionId":"x"}', "partitionId is required"),
+    ("/api/v1/ack", b'{"transactionId":"x"}', "partitionId is required to ensure message uniqueness"),
     ("/api/v1/ack", b'{"transactionId":"x","partitionId":"p"}', "partitionId must be the uuid"),
     ("/api/v1/ack", b'{"transactionId":"x","partitionId":"%b","status":"maybe"}' % UUID.encode(), "status"),
     ("/api/v1/ack", b'{"transactionId":"x","partitionId":"%b","error":"\\u0000"}' % UUID.encode(), "error"),

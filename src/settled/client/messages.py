@@ -132,7 +132,10 @@ class Pushed(Struct, frozen=True):
 
 
 class Settled(Struct, frozen=True, rename="camel"):
-    """What became of one ack: `message` is acknowledged, failed_retry, failed_dlq or released."""
+    """What became of one ack.
+
+    `message` is acknowledged, failed_retry, failed_dlq, failed_dropped or released.
+    """
 
     transaction_id: str
     success: bool

@@ -12,7 +12,7 @@ from asyncpg import BitString
 
 from settled.queue.db import Link
 from settled.queue.errors import BadRequest, Unavailable
-from settled.queue.marks import Mark, Settlement, overlaps
+from settled.queue.marks import LEASE_LOST, Mark, Settlement, overlaps
 from settled.queue.types import AckItem, AckResult
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class Settler:
         self._tasks: list[asyncio.Task[None]] = []
         self.calls = 0
         self.settled = 0
+        self.refused = 0
+        self.outcomes = {"failed_retry": 0, "failed_dlq": 0, "failed_dropped": 0, "released": 0}
 
     async def start(self) -> None:
         """Begin settling."""
@@ -102,6 +104,8 @@ class Settler:
             if result is None and mark is not None and mark.result is None:
                 mark.refuse("not_applied", "not settled because another item of the same call could not be")
             answer = result or (mark.result if mark is not None else None)
+            if answer is None or not answer.success:
+                self.refused += 1
             answers.append(answer or AckResult(item.transaction_id, False, "not_applied"))
         return answers
 
@@ -283,7 +287,8 @@ class Settler:
             return (_NOTHING[0], mark.item.transaction_id, _NOTHING[2], b"", b"null")
         at = mark.seq - segment.first_seq
         created = datetime.fromtimestamp(segment.created(at) / 1e6, UTC)
-        return segment.id(at), segment.tx(at), created, segment.header(at), segment.payload(at)
+        headers, payload = segment.stored(at)
+        return segment.id(at), segment.tx(at), created, headers, payload
 
     def _take_out(
         self, rows: list[Any], leases: list[Lease], ranges: dict[Lease, list[Mark]], singles: list[Mark]
@@ -293,7 +298,7 @@ class Settler:
                 case "bad_lease":
                     self._leases.drop(leases[row["item"]])
                     for mark in ranges[leases[row["item"]]]:
-                        mark.refuse("invalid_lease", "Invalid or expired lease")
+                        mark.refuse("invalid_lease", LEASE_LOST)
                 case "answered":
                     lease, already = leases[row["item"]], row["bits"]
                     taken = already.to_int()
@@ -302,7 +307,7 @@ class Settler:
                             mark.refuse("not_found", "Message already settled")
                 case "bad_lease_single":
                     self._leases.drop(singles[row["item"]].lease)
-                    singles[row["item"]].refuse("invalid_lease", "Invalid or expired lease")
+                    singles[row["item"]].refuse("invalid_lease", LEASE_LOST)
                 case "answered_single":
                     singles[row["item"]].refuse("not_found", "Message already settled")
 
@@ -341,6 +346,8 @@ class Settler:
                 outcome == "failed_dlq", attempts,
             )  # fmt: skip
             self.settled += 1
+            if outcome in self.outcomes:
+                self.outcomes[outcome] += 1
         for lease in {*ranges, *(mark.lease for mark in singles)}:
             if (lease.lane_id, lease.group_id) in released:
                 self._leases.drop(lease)
@@ -357,7 +364,5 @@ def _refusal(item: AckItem, lane: Lane | None, lease: Lease | None) -> AckResult
         return AckResult(item.transaction_id, False, "not_found", "Partition not found")
     queue, partition = lane.queue.name, lane.name
     if lease is None:
-        return AckResult(
-            item.transaction_id, False, "invalid_lease", "Invalid or expired lease", queue, partition
-        )
+        return AckResult(item.transaction_id, False, "invalid_lease", LEASE_LOST, queue, partition)
     return AckResult(item.transaction_id, False, "not_found", "Message not found", queue, partition)

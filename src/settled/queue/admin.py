@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from settled.queue import sealing
 from settled.queue.db import sql
 from settled.queue.errors import NotFound, QueueFull
 from settled.queue.lanes import check_name
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from settled.queue.lanes import Queue
     from settled.queue.types import PushItem
 
-BACKLOG_AGE = 0.25
+BACKLOG_AGE, BACKLOG_AGE_TIGHT = 0.25, 0.01
+TIGHT = 1000
 
 
 async def configure(
@@ -31,6 +33,8 @@ async def configure(
         if value:
             check_name(field, value)
     parsed = parse_options(name, options or {})
+    if parsed.encryption_enabled:
+        sealing.check(name)
     await core.pool.fetch(
         "select configure($1, $2, $3, $4, $5)",
         core.worker,
@@ -158,7 +162,10 @@ class Room:
             limit = queue.options.max_size
             now = self._core.clock.now()
             waiting = self._under_way.get(queue.id, 0)
-            if now - queue.backlog_at > BACKLOG_AGE or queue.backlog + waiting + count > limit:
+            # Other workers push too: the less room is left, the more often it is measured.
+            free = 1 - (queue.backlog + waiting) / limit if limit > TIGHT else 0
+            age = max(BACKLOG_AGE_TIGHT, BACKLOG_AGE * free)
+            if now - queue.backlog_at > age or queue.backlog + waiting + count > limit:
                 queue.backlog = await self._core.pool.fetchval(sql("backlog"), queue.id)
                 queue.backlog_at = now
                 waiting = self._under_way.get(queue.id, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from settled.queue import dedup, segment
+from settled.queue import dedup, sealing, segment
 from settled.queue.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Chunk:
 
     def extend(self, items: Sequence[PushItem]) -> None:
         """Take items; a bad one is refused before anybody else's is touched."""
+        if self.lane.queue.options.encryption_enabled:
+            sealing.check(self.lane.queue.name)
         fingerprint, plain = dedup.fingerprint, segment.JSON
         tx, hashes, payloads, headers = self.tx, self.hashes, self.payloads, self.headers
         for item in items:
@@ -133,6 +135,7 @@ class Batch:
                 self.headers = chunk.headers
                 self.places = [list(range(len(chunk.tx)))]
                 self.body = segment.encode(self.base, self.tx, self.payloads, self.headers)
+                self._seal()
                 return
         seen: dict[bytes, int] = {}
         for chunk in self.chunks:
@@ -157,6 +160,11 @@ class Batch:
             self.places.append(places)
         own = b"".join(ids) if ids is not None else None
         self.body = segment.encode(self.base, self.tx, self.payloads, self.headers, own) if self.tx else b""
+        self._seal()
+
+    def _seal(self) -> None:
+        if self.lane.queue.options.encryption_enabled and self.body:
+            self.body = sealing.seal(self.body, len(self.tx))
 
     def finish(self) -> None:
         """Tell each caller what became of its items."""

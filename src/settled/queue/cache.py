@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from settled.queue.db import sql
-from settled.queue.segment import Segment
+from settled.queue.segment import Segment, count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,10 @@ EPOCH_US = 1_000_000
 
 
 class SegmentCache:
-    """Recently written and recently read segments; they never change, so they are never stale."""
+    """Recently written and recently read segments; messages never change, so they are never stale.
+
+    Segments may be merged into longer ones: a longer one that is read takes the place of those it covers.
+    """
 
     def __init__(self, capacity: int = 48 * 2**20) -> None:
         self._capacity = capacity
@@ -39,6 +42,15 @@ class SegmentCache:
             self._segments[key] = (created_us, raw)
             insort(self._starts.setdefault(lane_id, []), first_seq)
             self._grow(len(raw) + 200)
+
+    def _cover(self, lane_id: int, first_seq: int, end_seq: int) -> None:
+        """Drop segments that one from `first_seq` to `end_seq` covers, but for that one itself."""
+        starts = self._starts.get(lane_id, [])
+        low, high = bisect_left(starts, first_seq), bisect_left(starts, end_seq)
+        for start in starts[low:high]:
+            if start > first_seq or _count(self._segments[(lane_id, start)]) < end_seq - first_seq:
+                self._size -= _weight(self._segments.pop((lane_id, start)))
+                starts.remove(start)
 
     def _grow(self, size: int) -> None:
         self._size += size
@@ -106,6 +118,7 @@ class SegmentCache:
                 fetched.setdefault(row["lane_id"], []).append(row)
             for lane_id, first, end in missing:
                 for row in fetched.get(lane_id, ()):
+                    self._cover(lane_id, row["first_seq"], row["first_seq"] + row["n"])
                     self.put(lane_id, row["first_seq"], micros(row["created_at"]), row["body"])
                     if row["first_seq"] < end and row["first_seq"] + row["n"] > first:
                         found_now = self.find(lane_id, row["first_seq"])
@@ -118,6 +131,10 @@ class SegmentCache:
         """The segment with this message, or None if it is gone."""
         segments = (await self.load(source, [(lane_id, seq, seq + 1)]))[lane_id]
         return segments[0] if segments and segments[0].first_seq <= seq < segments[0].end_seq else None
+
+
+def _count(entry: Segment | tuple[int, bytes]) -> int:
+    return count(entry[1]) if isinstance(entry, tuple) else entry.n
 
 
 def _weight(entry: Segment | tuple[int, bytes]) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import zstandard
 
 from settled.queue import segment
+from settled.queue.sealing import SEALED, unseal
 from settled.queue.segment import EXPLICIT_IDS, HEADERS, OWN_TX, PLAIN, TIMES, ZSTD
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ def decode(rows: Iterable[tuple[int, int, int, bytes]]) -> Columns:
         counts.append(n)
         times.append(created)
         kind = raw[0]
+        if kind == SEALED:
+            raw = unseal(raw)
+            kind = raw[0]
         if kind == segment.SINGLE:
             _, _, tx_size, head_size = _single.unpack_from(raw)
             at = 24 + tx_size + head_size

@@ -194,6 +194,12 @@ class Clock:
         self.offset = there - (before + time.time()) / 2
 
 
+def _functions(text: str) -> str:
+    """A migration's functions, to be made or replaced: tables are migrated, functions follow the program."""
+    found = re.findall(r"^create (function .*?^\$\$;\n)", text, flags=re.M | re.S)
+    return "".join(f"create or replace {each}" for each in found)
+
+
 async def migrate(dsn: str) -> None:
     """Apply missing migrations, one starter at a time; refuse a schema newer than this program."""
     folder = resources.files("settled.queue").joinpath("schema")
@@ -213,13 +219,15 @@ async def migrate(dsn: str) -> None:
                 f"the database's queue schema is at version {max(done)}, this program knows {newest}: "
                 "upgrade settled"
             )
-        for step in steps:
-            number = int(step.name[:3])
-            if number not in done:
-                async with connection.transaction():
-                    await connection.execute(step.read_text())
-                    await connection.fetch(
-                        "insert into migration (id, name) values ($1, $2)", number, step.name
-                    )
+        missing = [step for step in steps if int(step.name[:3]) not in done]
+        for step in missing:
+            async with connection.transaction():
+                await connection.execute(step.read_text())
+                await connection.fetch(
+                    "insert into migration (id, name) values ($1, $2)", int(step.name[:3]), step.name
+                )
+        if missing and done:
+            async with connection.transaction():
+                await connection.execute("".join(_functions(step.read_text()) for step in steps))
     finally:
         await connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,19 +12,19 @@ from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.queue.lanes import check_uuid
 from settled.queue.marks import Settlement
 from settled.queue.poll import parse_time
-from settled.queue.pop import Ask
+from settled.queue.sealing import unseal_value
 from settled.queue.segment import JSON, PRODUCER_KEY, TRACE_KEY, TYPE_KEY, new_base, uuid_text
-from settled.queue.types import AckItem, DeadLetter, Page, PopRequest, PushItem, PushResult
+from settled.queue.types import AckItem, DeadLetter, Page, PushItem, PushResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
 
     from settled.queue.core import Core
     from settled.queue.transact import _Pushes as Pushes
 
 MAX_PAGE = 10_000
 MAX_OFFSET = 2**53
+BY_HAND = "moved to the dead letters by hand"
 
 
 def check_page(limit: int, offset: int) -> None:
@@ -35,7 +36,7 @@ def check_page(limit: int, offset: int) -> None:
 
 
 def _letter(row: Any) -> DeadLetter:
-    own: dict[str, str] = msgspec.json.decode(row["headers"] or b"{}")
+    own: dict[str, str] = msgspec.json.decode(unseal_value(row["headers"], b"{}") or b"{}")
     return DeadLetter(
         id=str(row["id"]),
         message_id=str(row["message_id"]),
@@ -46,7 +47,7 @@ def _letter(row: Any) -> DeadLetter:
         group=row["consumer_group"],
         error=row["error"],
         attempts=row["attempts"],
-        payload=row["payload"],
+        payload=unseal_value(row["payload"]),
         content_type=own.pop(TYPE_KEY, JSON),
         trace_id=own.pop(TRACE_KEY, None),
         producer=own.pop(PRODUCER_KEY, None),
@@ -127,40 +128,42 @@ async def retry_message(core: Core, partition_id: str, transaction_id: str, grou
 
 
 async def bury_message(core: Core, partition_id: str, transaction_id: str, group: str) -> None:
-    """Send a message to the dead letters: it must be the next one its group would get, or leased to it."""
+    """Make a dead letter of a message that waits for its group, or is leased to it."""
+    from settled.queue.inspection import locate  # inspection pages as this module does
+
     lane = await core.registry.lane_by_uid(partition_id)
     if lane is None:
         raise NotFound("partition", partition_id)
-    item = AckItem(transaction_id, partition_id, "dlq", None, "moved to the dead letters by hand")
     group_id = await core.registry.group(group)
-    held = await core.leases.find(None, lane.id, group_id, core.clock.now())
-    if held is not None:
-        result = (await core.settler.settle([item], group, atomic=True))[0]
-        if not result.success:
-            raise Conflict(f"message {transaction_id!r}: {result.error}")
-        return
-    ask = Ask(
-        PopRequest(lane.queue.name, lane.name, group=group, batch=10_000, lease_seconds=60),
-        group_id,
-        [],
-        lane,
-    )
-    await core.popper.ask(ask)
-    lease = core.leases.known(None, lane.id, group_id) if ask.popped is not None else None
-    if lease is None or ask.popped is None:
-        raise NotFound("message", transaction_id)
-    others = [
-        AckItem(message.transaction_id, partition_id, "retry", lease.id)
-        for message in ask.popped.messages()
-        if message.transaction_id != transaction_id
-    ]
-    there = lease.place(transaction_id) is not None
-    _, marks = await core.settler.find([*others, item] if there else others, group)
-    settlement = Settlement([mark for mark in marks if mark is not None], True)
+    segment, at = await locate(core, lane, transaction_id)
+    created = datetime.fromtimestamp(segment.created(at) / 1e6, UTC)
+    copy = (segment.id(at), segment.tx(at), created, *segment.stored(at))
+    state = await core.pool.fetchval(
+        "select bury($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+        core.worker, lane.id, group_id, segment.first_seq + at, *copy, BY_HAND,
+    )  # fmt: skip
+    match state:
+        case "buried":
+            core.ready.released(lane.queue.id, lane.id, group_id, None)
+            core.activity.ring()
+        case "leased":
+            if not await bury(core, [AckItem(transaction_id, partition_id, "dlq", None, BY_HAND)], group):
+                raise Conflict(f"message {transaction_id!r} was just settled by who has it")
+        case "far":
+            raise Conflict(f"message {transaction_id!r} is too far behind the next one for group {group!r}")
+        case _:
+            raise NotFound(f"message pending for group {group!r}", transaction_id)
+
+
+async def bury(core: Core, items: Sequence[AckItem], group: str) -> int:
+    """Make dead letters of leased messages that nobody tried: no attempt is counted; answers how many."""
+    _, marks = await core.settler.find(items, group)
+    settlement = Settlement([mark for mark in marks if mark is not None], False)
+    for mark in settlement.marks:
+        mark.kind = "bury"
     async with core.pool.link() as link:
         await core.settler.apply(link, [settlement])
-    if not there:
-        raise NotFound("message", transaction_id)
+    return sum(mark.result is not None and mark.result.success for mark in settlement.marks)
 
 
 async def delete_dead_letters(core: Core, ids: Sequence[str]) -> int:

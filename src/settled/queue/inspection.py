@@ -15,6 +15,7 @@ from settled.queue.errors import BadRequest, NotFound
 from settled.queue.options import QueueOptions
 from settled.queue.poll import parse_time
 from settled.queue.segment import Segment
+from settled.queue.states import States
 from settled.queue.types import (
     GroupLag,
     GroupState,
@@ -26,12 +27,15 @@ from settled.queue.types import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from settled.queue.core import Core
     from settled.queue.lanes import Lane
 
 LAGGING = 300
 DEAD = 86_400
 STATUSES = ("pending", "processing", "completed", "dead_letter")
+PAGE = 200
 
 
 async def queues(core: Core, name: str | None, namespace: str | None, task: str | None) -> list[QueueStats]:
@@ -172,32 +176,11 @@ async def message(core: Core, partition_id: str, transaction_id: str) -> Message
     lane = await _lane(core, partition_id)
     segment, at = await locate(core, lane, transaction_id)
     seq = segment.first_seq + at
-    if await core.pool.fetchval("select 1 from hole where lane_id = $1 and seq = $2", lane.id, seq):
+    states = await States.read(core, {lane.id: (seq, seq)})
+    if (lane.id, seq) in states.holes:
         raise NotFound("message", transaction_id)
-    rows = await core.pool.fetch(sql("lane_groups"), lane.id, seq)
     names = (lane.queue.name, lane.name, lane.uid, lane.queue.namespace, lane.queue.task)
-    return _view(segment, at, names, [_state(row, seq) for row in rows], payload=True)
-
-
-def _state(row: Any, seq: int) -> GroupState:
-    at = seq - row["base"]
-    done = seq < row["cursor"] or (
-        0 <= at < len(row["done"]) and bool(row["done"].to_int() >> (len(row["done"]) - 1 - at) & 1)
-    )
-    leased = bool(row["leased"]) and (seq in row["parked_out"] or row["base"] <= seq < row["batch_end"])
-    if leased and not (
-        seq not in row["parked_out"] and 0 <= at < len(row["answered"]) and _bit(row["answered"], at)
-    ):
-        return GroupState(row["name"], "processing", row["attempts"], row["lease_until"], row["last_error"])
-    if row["failed"]:
-        return GroupState(row["name"], "retrying", row["attempts"], None, row["last_error"])
-    if row["dead"]:
-        return GroupState(row["name"], "dead_letter", row["dead_attempts"], None, row["dead_error"])
-    return GroupState(row["name"], "completed" if done else "pending")
-
-
-def _bit(bits: Any, at: int) -> bool:
-    return bool(bits.to_int() >> (len(bits) - 1 - at) & 1)
+    return _view(segment, at, names, states.of(lane.id, seq), payload=True)
 
 
 def _view(
@@ -225,6 +208,7 @@ def _view(
         headers=row.headers,
         content_type=row.content_type,
         payload=row.payload if payload else None,
+        encrypted=segment.sealed,
     )
 
 
@@ -236,26 +220,40 @@ async def messages(core: Core, where: tuple[str | None, ...], status: str | None
         raise BadRequest("status", status, f"must be one of {', '.join(STATUSES)}")
     start = parse_time("from", since) if since is not None else datetime.now(UTC) - timedelta(hours=1)
     end = parse_time("to", until) if until is not None else datetime.max.replace(tzinfo=UTC)
-    rows = await core.pool.fetch(sql("newest_segments"), *where, start, end, limit + offset)
     found: list[MessageView] = []
-    holes: dict[int, set[int]] = {}
-    for row in rows:
-        segment = Segment(row["first_seq"], micros(row["created_at"]), row["body"])
-        names = (row["queue"], row["partition"], str(row["uid"]), row["namespace"], row["task"])
-        if row["lane_id"] not in holes:
-            gone = await core.pool.fetch("select seq from hole where lane_id = $1", row["lane_id"])
-            holes[row["lane_id"]] = {r["seq"] for r in gone}
-        for at in reversed(range(segment.n)):
-            seq = segment.first_seq + at
-            if seq in holes[row["lane_id"]]:
-                continue
-            states = [_state(r, seq) for r in await core.pool.fetch(sql("lane_groups"), row["lane_id"], seq)]
-            view = _view(segment, at, names, states, payload=False)
-            if status is None or view.status == status:
-                found.append(view)
-            if len(found) >= limit + offset:
-                return found[offset:]
-    return found[offset:]
+    last: tuple[Any, ...] = (None, None, None)
+    while len(found) < limit:
+        rows = await core.pool.fetch(sql("newest_segments"), *where, start, end, PAGE, *last)
+        ranges: dict[int, tuple[int, int]] = {}
+        for row in rows:
+            first, stop = row["first_seq"], row["first_seq"] + row["n"] - 1
+            low, high = ranges.get(row["lane_id"], (first, stop))
+            ranges[row["lane_id"]] = (min(low, first), max(high, stop))
+        states = await States.read(core, ranges)
+        for row in rows:
+            for view in _views(row, states, start, end):
+                if status is not None and view.status != status:
+                    continue
+                if offset:
+                    offset -= 1
+                elif len(found) < limit:
+                    found.append(view)
+        if len(rows) < PAGE:
+            break
+        last = (rows[-1]["created_at"], rows[-1]["lane_id"], rows[-1]["first_seq"])
+    return found
+
+
+def _views(row: Any, states: States, start: datetime, end: datetime) -> Iterator[MessageView]:
+    """The messages of a segment that are there and of that time, newest first."""
+    segment = Segment(row["first_seq"], micros(row["created_at"]), row["body"])
+    names = (row["queue"], row["partition"], str(row["uid"]), row["namespace"], row["task"])
+    for at in reversed(range(segment.n)):
+        seq = segment.first_seq + at
+        if (row["lane_id"], seq) not in states.holes:
+            view = _view(segment, at, names, states.of(row["lane_id"], seq), payload=False)
+            if start <= view.created_at < end:
+                yield view
 
 
 async def delete_message(core: Core, partition_id: str, transaction_id: str) -> None:
@@ -303,6 +301,22 @@ async def journal(
                 lease_id=str(row["leases"][i]) if row["leases"] else None,
                 attempts=row["attempts"],
                 error=row["error"],
+                exact=row["counts"][i] in (0, row["lasts"][i] - row["firsts"][i] + 1),
             )
         )
+    if ids is not None and seq is not None and any(not entry.exact for entry in entries):
+        states = await States.read(core, {ids[0]: (seq, seq)})
+        return _life(entries, {state.group: state.status for state in states.of(ids[0], seq)})
     return entries
+
+
+def _life(entries: list[JournalEntry], states: dict[str, str]) -> list[JournalEntry]:
+    """Without calls that settled messages before and behind this one, but not this one, as far as is known."""
+    certain = {
+        entry.group for entry in entries if entry.exact and entry.kind in ("settled", "auto_ack", "dead")
+    }
+    return [
+        entry
+        for entry in entries
+        if entry.exact or (entry.group not in certain and states.get(entry.group, "completed") == "completed")
+    ]

@@ -1,4 +1,4 @@
-"""Tidying up in small steps: retention, messages that waited too long, old news, memory."""
+"""Tidying up in small steps: retention, small segments, messages that waited too long, old news, memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from settled.queue.activity import wait_for
+from settled.queue.compact import Compactor
 from settled.queue.db import sql
+from settled.queue.deadletters import bury
 from settled.queue.errors import Unavailable
 from settled.queue.pop import Ask
 from settled.queue.types import QUEUE_MODE, AckItem, PopRequest
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("settled.queue")
 EVERY = 5.0
+COMPACT_EVERY = 6
 STEP_LANES, STEP_SEGMENTS = 200, 200
 OVERDUE = 100
 OVERDUE_BATCH = 500
@@ -31,21 +34,24 @@ class Janitor:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._compactor = Compactor(core)
 
     async def run(self) -> None:
         """Tidy up for ever."""
+        rounds = 0
         while True:
             await wait_for(self._core.stopping, EVERY)
             if self._core.stopping.is_set():
                 return
+            rounds += 1
             try:
-                await self.round()
+                await self.round(compact=rounds % COMPACT_EVERY == 0)
             except Unavailable:
                 continue
             except Exception:
                 log.exception("the janitor failed; it tries again in %s s", EVERY)
 
-    async def round(self) -> dict[str, int]:
+    async def round(self, *, compact: bool = True) -> dict[str, int]:
         """One round; answers what it did."""
         core = self._core
         await core.clock.sync(core.pool)
@@ -56,6 +62,7 @@ class Janitor:
             try:
                 return {
                     "retained": await self._trim(),
+                    "compacted": await self._compactor.round() if compact else 0,
                     "expired": await self._expire(),
                     "journal": len(await self._old_journal()),
                     "activity": len(await core.pool.fetch(sql("tidy_activity") + " returning 1")),
@@ -79,7 +86,7 @@ class Janitor:
             await asyncio.sleep(0.001)
 
     async def _expire(self) -> int:
-        """Move what waited longer than maxWaitTimeSeconds to its group's dead letters."""
+        """Move what waited longer than maxWaitTimeSeconds or ttl to its group's dead letters."""
         core = self._core
         moved = 0
         for row in await core.pool.fetch(sql("overdue"), OVERDUE):
@@ -97,13 +104,12 @@ class Janitor:
             await core.popper.claim_alone(ask)
             if ask.popped is None:
                 continue
-            error = f"waited longer than maxWaitTimeSeconds ({row['seconds']:.0f} s)"
+            error = f"waited longer than {row['option']} ({row['seconds']:.0f} s)"
             items = [
                 AckItem(m.transaction_id, m.partition_id, "dlq", m.lease_id, error)
                 for m in ask.popped.messages()
             ]
-            results = await core.settler.settle(items, group, atomic=False)
-            moved += sum(result.success for result in results)
+            moved += await bury(core, items, group)
         return moved
 
     async def _old_journal(self) -> list[object]:

@@ -174,6 +174,10 @@ class Reader:
             rows = self.link.run(make)
             if not rows:
                 raise NotFound("queue", self.queue)
+            if rows[0]["encrypted"]:
+                raise Conflict(
+                    f"queue {self.queue!r} is encrypted: Spark would stage it in clear; read it with an app"
+                )
             self._row = rows[0]
         return self._row
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from settled.queue.leases import Lease
 
 ERROR_LIMIT = 10_000
+LEASE_LOST = "Lease validation failed: Invalid or expired lease"
 
 
 class Mark:

@@ -17,7 +17,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "retryDelay": (0, YEAR * 1000),
     "priority": (-INT_MAX, INT_MAX),
     "maxSize": (0, 2**53),
-    "ttl": (0, INT_MAX),
+    "ttl": (0, YEAR),
     "delayedProcessing": (0, YEAR),
     "windowBuffer": (0, YEAR),
     "retentionSeconds": (0, INT_MAX),
@@ -33,8 +33,10 @@ class QueueOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
 
     A failed message comes again after `retry_delay`, doubled for each further attempt; after `retry_limit`
     failures it is dead-lettered. `retry` says what it does to its partition meanwhile: `in_order` holds the
-    partition, `parked` lets it go on. `ttl`, `dead_letter_queue` and `dlq_after_max_retries` are kept for
-    compatibility: exhausted messages always go to the dead letters, so that nothing is lost.
+    partition, `parked` lets it go on. A group that has not settled a message within `ttl` seconds (or
+    `max_wait_time_seconds`, whichever is less) finds it among its dead letters. Without
+    `dlq_after_max_retries` a message is tried again for ever; without `dead_letter_queue` what would become
+    a dead letter is dropped, and only the journal tells. Both are on by default, so that nothing is lost.
     """
 
     lease_time: int = 300
@@ -43,9 +45,9 @@ class QueueOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
     retry: Literal["in_order", "parked"] = "in_order"
     priority: int = 0
     max_size: int = 0
-    ttl: int = 3600
-    dead_letter_queue: bool = False
-    dlq_after_max_retries: bool = False
+    ttl: int = 0
+    dead_letter_queue: bool = True
+    dlq_after_max_retries: bool = True
     delayed_processing: int = 0
     window_buffer: int = 0
     retention_seconds: int = 0
@@ -82,7 +84,4 @@ def parse_options(queue: str, raw: Mapping[str, Any]) -> QueueOptions:
                 raise BadRequest(f"queue {queue!r}: options.{name}", value, hint)
         elif not isinstance(value, bool):
             raise BadRequest(f"queue {queue!r}: options.{name}", value, "must be true or false")
-    if raw.get("encryptionEnabled"):
-        hint = "payload encryption is not offered; encrypt payloads before the push"
-        raise BadRequest(f"queue {queue!r}: options.encryptionEnabled", True, hint)
     return msgspec.convert(dict(raw), QueueOptions)

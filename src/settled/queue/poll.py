@@ -6,6 +6,7 @@ import asyncio
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from settled.queue import sealing
 from settled.queue.activity import wait_for
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest
@@ -141,6 +142,8 @@ class Poller:
         if not queues:
             return None
         for queue in queues:
+            if queue.options.encryption_enabled:
+                sealing.check(queue.name)
             await self._subscribe(request.group, group_id, queue, start)
         if lane is not None:
             return Ask(request, group_id, [], lane)

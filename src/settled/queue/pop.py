@@ -87,20 +87,24 @@ def cut(
     """Parked messages, then those of [first, end) that are not in `skip`, as runs of their segments."""
     pieces = []
     if parked:
+        left = set(parked)
         for segment in dict.fromkeys(segments):
-            offsets = [
-                seq - segment.first_seq for seq in parked if segment.first_seq <= seq < segment.end_seq
-            ]
-            if offsets:
-                pieces.append(Piece(segment, offsets))
+            found = [seq for seq in parked if segment.first_seq <= seq < segment.end_seq and seq in left]
+            if found:
+                left.difference_update(found)
+                pieces.append(Piece(segment, [seq - segment.first_seq for seq in found]))
     bits = skip.to_int() if skip is not None and len(skip) else 0
     size = len(skip) if skip is not None else 0
-    seen = None
+    seen, reached = None, first
     for segment in segments:
         if segment is seen or segment.end_seq <= first or segment.first_seq >= end:
             continue
         seen = segment
-        low, high = max(first, segment.first_seq), min(end, segment.end_seq)
+        # A small segment that was cached before it was merged may come beside the merged one.
+        low, high = max(first, reached, segment.first_seq), min(end, segment.end_seq)
+        if low >= high:
+            continue
+        reached = high
         if not bits:
             pieces.append(Piece(segment, range(low - segment.first_seq, high - segment.first_seq)))
             continue

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from settled.queue import dedup, segment
+from settled.queue import dedup, sealing, segment
 from settled.queue.activity import wait_for
 from settled.queue.batch import Batch, Chunk, Gone
 from settled.queue.db import sql
@@ -44,8 +44,7 @@ async def schedule(core: Core, connection: Any, items: Sequence[PushItem]) -> li
                 [lane.id],
                 [message_id],
                 [tx],
-                [chunk.headers[0]],
-                [chunk.payloads[0]],
+                *_stored(chunk),
             )
             if not rows:
                 first = await connection.fetch(sql("scheduled_first"), lane.id, tx)
@@ -93,14 +92,18 @@ class Scheduler:
                     return 0
                 await core.registry.lanes_of({row["lane_id"] for row in rows})
                 chunks: dict[int, Chunk] = {}
+                moved = []
                 for row in rows:
                     lane = core.registry.lanes_by_id.get(row["lane_id"])
+                    if lane is not None and lane.queue.options.encryption_enabled and not sealing.keys():
+                        continue  # for a worker that has the key
+                    moved.append(row["id"])
                     if lane is not None:
                         _add(chunks.setdefault(lane.id, Chunk(lane)), row)
                 busy = await core.pusher.exclusive([chunk.lane for chunk in chunks.values()])
                 fresh = [Batch(chunk.lane, [chunk]) for chunk in chunks.values()]
                 batches = await core.pusher.append(connection, fresh, settle=False)
-                await connection.fetch(sql("scheduled_done"), [row["id"] for row in rows])
+                await connection.fetch(sql("scheduled_done"), moved)
         except Gone:
             return 0
         except BaseException:
@@ -110,7 +113,7 @@ class Scheduler:
         finally:
             core.pusher.free(busy)
         core.pusher.commit(batches)
-        return len(rows)
+        return len(moved)
 
 
 def _add(chunk: Chunk, row: Any) -> None:
@@ -120,5 +123,12 @@ def _add(chunk: Chunk, row: Any) -> None:
     chunk.ids.append(UUID(str(row["message_id"])).bytes)
     chunk.tx.append(tx)
     chunk.hashes.append(dedup.fingerprint(tx) if tx else 0)
-    chunk.headers.append(row["headers"])
-    chunk.payloads.append(row["payload"])
+    chunk.headers.append(sealing.unseal_value(row["headers"]))
+    chunk.payloads.append(sealing.unseal_value(row["payload"]))
+
+
+def _stored(chunk: Chunk) -> tuple[list[bytes], list[bytes]]:
+    headers, payload = chunk.headers[0], chunk.payloads[0]
+    if chunk.lane.queue.options.encryption_enabled:
+        headers, payload = sealing.seal_value(headers), sealing.seal_value(payload)
+    return [headers], [payload]

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import zstandard
 
+from settled.queue.sealing import SEALED, seal_value, unseal
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -111,6 +113,11 @@ def encode(
     return _columns.pack(ZSTD, flags, n) + _compressor.compress(body)
 
 
+def count(raw: bytes) -> int:
+    """How many messages a stored segment has."""
+    return 1 if raw[0] == SINGLE else int(_columns.unpack_from(raw)[2])
+
+
 def pack_headers(
     headers: dict[str, str] | None, content_type: str, trace_id: str | None, producer: str | None
 ) -> bytes:
@@ -146,6 +153,7 @@ class Segment:
         "created_us",
         "first_seq",
         "n",
+        "sealed",
         "size",
     )
 
@@ -158,6 +166,9 @@ class Segment:
         self._base = b""
         self._headers: list[bytes] | None = None
         self._times: array[int] | None = None
+        self.sealed = raw[0] == SEALED
+        if self.sealed:
+            raw = unseal(raw)
         match raw[0]:
             case 1:
                 _, _, tx, head = _single.unpack_from(raw)
@@ -203,6 +214,11 @@ class Segment:
         return self._headers is None and self._times is None
 
     @property
+    def bare(self) -> bool:
+        """Whether all messages are JSON without headers."""
+        return self._headers is None
+
+    @property
     def end_seq(self) -> int:
         """The sequence number after the last message."""
         return self.first_seq + self.n
@@ -242,6 +258,11 @@ class Segment:
         """One message's headers as stored: a JSON object, or nothing."""
         return self._headers[offset] if self._headers is not None else b""
 
+    def stored(self, offset: int) -> tuple[bytes, bytes]:
+        """Headers and payload of one message for a copy of it, sealed if the message was."""
+        headers, payload = self.header(offset), self.payload(offset)
+        return (seal_value(headers), seal_value(payload)) if self.sealed else (headers, payload)
+
     def created(self, offset: int) -> int:
         """When the message was appended, in µs since 1970."""
         return self._times[offset] if self._times is not None else self.created_us
@@ -269,7 +290,7 @@ class Segment:
     def json_heads(self) -> list[bytes]:
         """Each message as an unclosed JSON object, without what depends on the reader; made once and kept."""
         if self._heads is None:
-            self._heads = self._plain_heads() if self.plain else [self._rich_head(i) for i in range(self.n)]
+            self._heads = self._plain_heads() if self.bare else [self._rich_head(i) for i in range(self.n)]
         return self._heads
 
     def _plain_heads(self) -> list[bytes]:
@@ -280,6 +301,12 @@ class Segment:
             tx = ids
         elif not all(tx) or any(map(_needs_escape.search, tx)):
             tx = [_encode(t)[1:-1] for t in self.txs()]
+        if self._times is not None:
+            return [
+                b'{"id":"%b","transactionId":"%b","traceId":null,"data":%b,"producerSub":null,"createdAt":"%b"'
+                % (i, t, blob[a:b], iso(at).encode())
+                for i, t, a, b, at in zip(ids, tx, starts, starts[1:], self._times, strict=False)
+            ]
         end = b',"producerSub":null,"createdAt":"%b"' % iso(self.created_us).encode()
         return [
             b'{"id":"%b","transactionId":"%b","traceId":null,"data":%b%b' % (i, t, blob[a:b], end)

@@ -12,7 +12,7 @@ from settled.queue.db import sql
 from settled.queue.errors import BadRequest, Conflict, NotFound, Unavailable
 from settled.queue.lanes import check_uuid
 from settled.queue.leases import read_lease
-from settled.queue.marks import Settlement
+from settled.queue.marks import LEASE_LOST, Settlement
 from settled.queue.schedule import schedule
 from settled.queue.types import (
     AckItem,
@@ -283,9 +283,10 @@ async def _cycle_marks(
         return Settlement([], True), None
     now = core.clock.now()
     lease = core.leases.known(ack.lease_id or None, lane.id, group_id)
+    lease = lease if lease is not None and not lease.shrunk else None
     lease = lease or await core.leases.find(ack.lease_id or None, lane.id, group_id, now)
     if lease is None:
-        raise Conflict("Invalid or expired lease")
+        raise Conflict(LEASE_LOST)
     if lease.place(ack.transaction_id) is None:
         raise Conflict(f"message {ack.transaction_id!r} is not under the lease")
     items = []

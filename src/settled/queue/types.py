@@ -80,7 +80,14 @@ T = TypeVar("T")
 
 Status = Literal["completed", "success", "failed", "dlq", "retry"]
 Outcome = Literal[
-    "acknowledged", "failed_retry", "failed_dlq", "released", "invalid_lease", "not_found", "not_applied"
+    "acknowledged",
+    "failed_retry",
+    "failed_dlq",
+    "failed_dropped",
+    "released",
+    "invalid_lease",
+    "not_found",
+    "not_applied",
 ]
 
 

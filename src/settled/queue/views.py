@@ -69,6 +69,7 @@ class MessageView(msgspec.Struct):
     headers: dict[str, str] = {}
     content_type: str = JSON
     payload: bytes | None = None
+    encrypted: bool = False
 
     @property
     def status(self) -> str:
@@ -81,10 +82,13 @@ class MessageView(msgspec.Struct):
 
 
 class JournalEntry(msgspec.Struct):
-    """One settle call as it touched one partition: what was settled, when, by whom, with which error."""
+    """One settle call as it touched one partition: what was settled, when, by whom, with which error.
+
+    Not `exact`: of the messages from `first_seq` to `last_seq` only `count` were settled, in no order.
+    """
 
     at: datetime
-    kind: Literal["settled", "auto_ack", "failed", "dead", "seek"]
+    kind: Literal["settled", "auto_ack", "failed", "released", "dead", "dropped", "seek"]
     group: str
     partition_id: str
     first_seq: int
@@ -94,6 +98,7 @@ class JournalEntry(msgspec.Struct):
     lease_id: str | None = None
     attempts: int = 0
     error: str | None = None
+    exact: bool = True
 
 
 class Trace(msgspec.Struct):

@@ -34,7 +34,7 @@ JSON = "application/json"
 LAGGING_AFTER = 300
 
 _SAID = {
-    "invalid_lease": "Invalid or expired lease",
+    "invalid_lease": "Lease validation failed: Invalid or expired lease",
     "not_found": "Message not found",
     "not_applied": "Not applied: another acknowledgment of the batch could not be settled",
 }
@@ -328,7 +328,7 @@ def message_detail(view: MessageView) -> dict[str, Any]:
         **message(view),
         **data,
         "payload": data["data"],
-        "isEncrypted": False,
+        "isEncrypted": view.encrypted,
         "errorMessage": errors[0] if errors else None,
         "retryCount": max((g.attempts for g in view.groups), default=0),
         "mode": mode([view]),

@@ -74,7 +74,9 @@ def explain(error: str) -> HttpError:
     what, where = (found["what"], found["where"] or "") if found else (error, "")
     missing = _MISSING.match(what)
     if missing:
-        return bad(f"{where}.{missing['field']}" if where else missing["field"], "is required")
+        field = missing["field"]
+        why = "is required to ensure message uniqueness" if field == "partitionId" else "is required"
+        return bad(f"{where}.{field}" if where else field, why)
     expected = _EXPECTED.match(what)
     if expected:
         wanted = " or ".join(_WORDS.get(word.strip(), word.strip()) for word in expected["wanted"].split("|"))

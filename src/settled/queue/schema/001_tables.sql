@@ -18,6 +18,7 @@ create table queue (
 );
 
 -- next_seq is handed out under the row's lock, which is held to commit: order of sequence is order of commit.
+-- compacted: small segments before this were merged, or are not worth it.
 create table lane (
     id bigint generated always as identity primary key,
     uid uuid not null default gen_random_uuid() unique,
@@ -26,6 +27,7 @@ create table lane (
     created_at timestamptz not null default clock_timestamp(),
     next_seq bigint not null default 0,
     first_seq bigint not null default 0,
+    compacted bigint not null default 0,
     newest_at timestamptz,
     has_holes boolean not null default false,
     unique (queue_id, name)
@@ -33,6 +35,7 @@ create table lane (
 
 -- One row holds whatever arrived for a lane in the same few milliseconds; `body` is described in segment.py.
 -- hashes: xxh3-64 of each client-supplied transaction id, 8 bytes each (0: none), null if no message has one.
+-- times: of each message, where segments were merged; created_at is the last of them.
 create table segment (
     lane_id bigint not null,
     first_seq bigint not null,
@@ -40,6 +43,7 @@ create table segment (
     created_at timestamptz not null,
     hashes bytea,
     body bytea not null,
+    times timestamptz[],
     primary key (lane_id, first_seq)
 ) with (autovacuum_vacuum_insert_scale_factor = 0.5);
 alter table segment alter column body set storage external;

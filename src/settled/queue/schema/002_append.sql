@@ -18,7 +18,7 @@ language plpgsql as $$
 #variable_conflict use_column
 declare
     v_lane bigint[]; v_next bigint[]; v_newest timestamptz; v_now timestamptz;
-    v_ok boolean[]; v_missed boolean := false; v_all boolean := true; i int; k int;
+    v_ok boolean[]; v_missed boolean := false; v_all boolean := true; i int; k int; v_from bigint[] := p_known;
 begin
     select array_agg(l.id order by l.id), array_agg(l.next_seq order by l.id), max(l.newest_at)
       into v_lane, v_next, v_newest
@@ -36,8 +36,11 @@ begin
             return query select p_lane[i], 'gone', null::bigint, null::int, null::timestamptz, null::bytea;
         elsif p_known[i] <> v_next[i] then
             v_missed := true;
+            -- Segments may have been merged across what the caller knows.
+            v_from[i] := coalesce((select max(s.first_seq) from segment s
+                                    where s.lane_id = p_lane[i] and s.first_seq <= p_known[i]), p_known[i]);
             if exists (select h from segment s, hash_list(s.hashes) h
-                        where s.lane_id = p_lane[i] and s.first_seq >= p_known[i]
+                        where s.lane_id = p_lane[i] and s.first_seq >= v_from[i] and s.first_seq + s.n > p_known[i]
                        intersect select h from hash_list(p_hashes[i]) h) then
                 v_ok[i] := false;
                 v_all := false;
@@ -48,9 +51,9 @@ begin
     if v_missed then
         return query
             select s.lane_id, 'missed', s.first_seq, s.n, s.created_at, s.hashes
-              from unnest(p_lane, p_known, v_next) u (lane, known, next)
-              join segment s on s.lane_id = u.lane and s.first_seq >= u.known and s.first_seq < u.next
-             where u.known <> u.next
+              from unnest(p_lane, p_known, v_from, v_next) u (lane, known, since, next)
+              join segment s on s.lane_id = u.lane and s.first_seq >= u.since and s.first_seq < u.next
+             where u.known <> u.next and s.first_seq + s.n > u.known
              order by s.lane_id, s.first_seq;
     end if;
 

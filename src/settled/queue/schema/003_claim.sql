@@ -1,9 +1,15 @@
+-- How many messages of a segment are not after a time, of a segment that is: only a merged one has several times.
+create function passed(p_times timestamptz[], p_at timestamptz) returns int
+language sql immutable as $$
+    select case when p_times is null then 0 else (select count(*)::int from unnest(p_times) t where t <= p_at) end
+$$;
+
 -- Where a group begins on a lane it has not touched: at the first message kept, or after its subscription's time.
 create function start_of(p_group int, p_lane bigint) returns bigint
 language sql stable as $$
     select case
              when s.starts_at is null then l.first_seq
-             else coalesce((select g.first_seq from segment g
+             else coalesce((select g.first_seq + passed(g.times, s.starts_at) from segment g
                              where g.lane_id = l.id and g.created_at > s.starts_at
                              order by g.first_seq limit 1), l.next_seq)
            end
@@ -78,7 +84,8 @@ begin
         v_odd := c.odd or position(b'1' in v_done) > 0;
         if l.delayed > 0 or p_older_than is not null then
             v_bound := v_now - make_interval(secs => coalesce(p_older_than, l.delayed));
-            select s.first_seq, s.created_at + make_interval(secs => coalesce(p_older_than, l.delayed)) into v_stop, v_due
+            select s.first_seq + passed(s.times, v_bound), make_interval(secs => coalesce(p_older_than, l.delayed))
+                   + coalesce(s.times[passed(s.times, v_bound) + 1], s.created_at) into v_stop, v_due
               from segment s
              where s.lane_id = p_lane[i] and s.first_seq < head and s.created_at > v_bound and s.first_seq + s.n > v_cursor
                and s.first_seq >= coalesce((select max(t.first_seq) from segment t

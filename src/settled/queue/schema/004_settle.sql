@@ -28,7 +28,7 @@ $$;
 -- Settle delivered messages: all of what is given, or nothing.
 --
 -- p_bits are acked messages of a lease's range (bit 0 is the lease's base). The p_s_* are single messages that need more:
--- failed, dlq, retry (released), or an ack of a parked one. If something cannot be settled, only the problems come back
+-- failed, dlq, bury (dlq of what nobody took), retry (released), or an ack of a parked one. If something cannot be settled, only the problems come back
 -- (`bad_lease`, `answered` with the bits or the single's number in `item`) and nothing changed.
 create function settle(
     p_worker text, p_lane bigint[], p_group int[], p_lease uuid[], p_bits varbit[],
@@ -43,7 +43,7 @@ create function settle(
 #variable_conflict use_column
 declare
     v_bad int := 0; v_found int; v_odd boolean; v_now timestamptz; c consumer; q record; i int; v_at int; v_attempts int;
-    v_due timestamptz; v_error text; v_bits varbit; v_kind text;
+    v_due timestamptz; v_error text; v_bits varbit; v_kind text; v_keep boolean;
 begin
     select count(*), coalesce(bool_or(odd), false), count(*) filter (
              where lease is distinct from wanted or lease_until <= clock_timestamp() or length(answered) <> length(bits)
@@ -158,15 +158,19 @@ begin
         v_attempts := coalesce(v_attempts, 0);
         if v_kind = 'failed' then
             v_attempts := v_attempts + 1;
-            if v_attempts >= q.retry_limit then
+            if v_attempts >= q.retry_limit and (q.options ->> 'dlqAfterMaxRetries')::boolean then
                 v_kind := 'dead';
                 v_error := coalesce(v_error, 'Retries exhausted');
             end if;
-        elsif v_kind = 'dlq' then
+        elsif v_kind = 'dlq' then  -- the delivery that was refused counts; a burial is nobody's delivery
+            v_attempts := v_attempts + 1;
+            v_kind := 'dead';
+        elsif v_kind = 'bury' then
             v_kind := 'dead';
         end if;
 
-        if v_kind = 'dead' then
+        v_keep := (q.options ->> 'deadLetterQueue')::boolean;
+        if v_kind = 'dead' and v_keep then
             insert into dead_letter (lane_id, lane_uid, queue_id, queue, partition, consumer_group, seq, message_id,
                                      transaction_id, error, attempts, headers, payload, created_at)
             values (c.lane_id, q.lane_uid, q.id, q.name, q.partition, q.consumer_group, p_s_seq[i], p_s_message[i],
@@ -187,7 +191,8 @@ begin
         end if;
         if v_kind <> 'ack' then
             insert into journal (at, kind, worker, lanes, groups, leases, firsts, lasts, counts, attempts, error)
-            values (v_now, case v_kind when 'retry' then 'released' else v_kind end, p_worker, array[c.lane_id],
+            values (v_now, case when v_kind = 'retry' then 'released' when v_kind = 'dead' and not v_keep then 'dropped' else v_kind end,
+                    p_worker, array[c.lane_id],
                     array[c.group_id], array[p_s_lease[i]], array[p_s_seq[i]], array[p_s_seq[i]], array[1], v_attempts, v_error);
         end if;
 
@@ -204,8 +209,8 @@ begin
                consumed = c0.consumed + case when v_kind in ('dead', 'ack') then 1 else 0 end
          where c0.lane_id = c.lane_id and c0.group_id = c.group_id;
         return query select 'single', i - 1, c.lane_id, c.group_id, null::varbit,
-                            case v_kind when 'dead' then 'failed_dlq' when 'failed' then 'failed_retry'
-                                        when 'retry' then 'released' else 'acknowledged' end,
+                            case v_kind when 'dead' then case when v_keep then 'failed_dlq' else 'failed_dropped' end
+                                        when 'failed' then 'failed_retry' when 'retry' then 'released' else 'acknowledged' end,
                             v_attempts, null::boolean, null::timestamptz;
     end loop;
 

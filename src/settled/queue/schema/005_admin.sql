@@ -13,16 +13,17 @@ begin
 end
 $$;
 
--- Delete a queue and all under it. Lanes are locked before consumers, each in order, as everywhere.
+-- Delete a queue and all under it. Readers are locked before lanes and those before consumers, each in order, as everywhere.
 create function delete_queue(p_worker text, p_name text) returns boolean
 language plpgsql as $$
 declare
-    v_id bigint; v_lanes bigint[];
+    v_id bigint; v_lanes bigint[]; v_readers int[];
 begin
     select id into v_id from queue where name = p_name for update;
     if not found then
         return false;
     end if;
+    v_readers := array(select r.id from (select id from reader where queue_id = v_id order by id for update) r);
     v_lanes := array(select l.id from (select id from lane where queue_id = v_id order by id for update) l);
     perform from consumer where lane_id = any (v_lanes) order by lane_id, group_id for update;
     delete from segment where lane_id = any (v_lanes);
@@ -33,7 +34,13 @@ begin
     delete from trace where lane_id = any (v_lanes);
     delete from stream_state where lane_id = any (v_lanes);
     delete from dead_letter where queue_id = v_id;
+    delete from redriven where queue = p_name;
     delete from subscription where queue_id = v_id;
+    delete from staged_outcome where lane_id = any (v_lanes);
+    delete from staged_segment where source_lane = any (v_lanes);
+    delete from manifest_range where reader_id = any (v_readers);
+    delete from manifest where reader_id = any (v_readers);
+    delete from reader where id = any (v_readers);
     delete from lane where queue_id = v_id;
     delete from queue where id = v_id;
     insert into activity (worker, kind, queues, lanes) values (p_worker, 'config', array[v_id], '{}');
@@ -86,7 +93,8 @@ begin
         select l.id, case p_to
                        when 'end' then l.next_seq
                        when 'beginning' then l.first_seq
-                       else coalesce((select s.first_seq from segment s where s.lane_id = l.id and s.created_at > p_at
+                       else coalesce((select s.first_seq + passed(s.times, p_at) from segment s
+                                       where s.lane_id = l.id and s.created_at > p_at
                                        order by s.first_seq limit 1), l.next_seq)
                      end as seq
           from lane l where l.id = any (v_lanes)

@@ -88,6 +88,9 @@ declare
     r reader;
 begin
     select * into r from reader where id = p_reader for update;
+    if not found then
+        raise exception using errcode = 'SE003', message = 'the queue of this reader was deleted; nothing was applied';
+    end if;
     if r.holder is distinct from p_holder then
         raise exception using errcode = 'SE001', message = format(
             'another Spark query took over this reader (epoch %s, until %s); nothing was applied',
@@ -105,6 +108,9 @@ declare
     r reader; v_now timestamptz := clock_timestamp();
 begin
     select * into r from reader where id = p_reader for update;
+    if not found then
+        raise exception using errcode = 'SE003', message = 'the queue of this reader was deleted; nothing was applied';
+    end if;
     if r.holder <> p_holder and r.held_until > v_now and not (p_locked and r.kind = 'stream') then
         return r;
     end if;
@@ -207,7 +213,7 @@ begin
         v_stop := l.next_seq;
         v_bound := least(p_as_of, case when l.delayed > 0 then v_now - make_interval(secs => l.delayed) end);
         if v_bound is not null and l.newest_at > v_bound then
-            select least(v_stop, min(s.first_seq)) into v_stop from segment s
+            select least(v_stop, min(s.first_seq + passed(s.times, v_bound))) into v_stop from segment s
              where s.lane_id = p_lane[i] and s.created_at > v_bound
                and s.first_seq >= coalesce((select max(t.first_seq) from segment t
                                              where t.lane_id = p_lane[i] and t.first_seq <= v_cursor), 0);

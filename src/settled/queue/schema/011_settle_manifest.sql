@@ -10,7 +10,7 @@ create function settle_manifest(
 #variable_conflict use_column
 declare
     r reader; m manifest; q record; g record; c consumer; v_now timestamptz; v_bits text; v_upto bigint; v_rest varbit;
-    v_lost bigint; v_failed bigint; v_odd boolean; v_targets bigint[]; v_parked boolean;
+    v_lost bigint; v_failed bigint; v_odd boolean; v_targets bigint[]; v_parked boolean; v_keep boolean;
 begin
     r := fenced(p_reader, p_holder);
     if p_number is null and r.serving = 0 then
@@ -33,6 +33,7 @@ begin
     select q.*, n.name as consumer_group into q from queue q, consumer_group n where q.id = r.queue_id and n.id = r.group_id;
 
     v_parked := coalesce(p_parked, q.parked);
+    v_keep := (q.options ->> 'deadLetterQueue')::boolean;
 
     -- Lanes before consumers, each in order: the engine's own transactions lock them so too.
     if p_segments > 0 then
@@ -44,6 +45,11 @@ begin
                            array(select case when u like '%.%' then split_part(u, '.', 1) else '' end from unnest(d.queues) u),
                            array(select split_part(u, '.', 2) from unnest(d.queues) u), p_options) t);
         perform from lane where id = any (v_targets) order by id for no key update;
+        if exists (select from lane l join queue t on t.id = l.queue_id
+                    where l.id = any (v_targets) and (t.options ->> 'encryptionEnabled')::boolean) then
+            raise exception using errcode = 'SE005', message =
+                'results were to be pushed to an encrypted queue, which Spark cannot do: push to another one';
+        end if;
     end if;
     perform from consumer c join manifest_range g on c.lane_id = g.lane_id and c.group_id = r.group_id
       where g.reader_id = r.id and g.number = m.number order by c.lane_id, c.group_id for update of c;
@@ -59,8 +65,9 @@ begin
 
     if p_outcomes > 0 then
         update staged_outcome s set
-               attempts = coalesce(e.attempts, 0) + (s.outcome = 'retry')::int,
+               attempts = coalesce(e.attempts, 0) + (s.outcome <> 'release')::int,
                outcome = case when s.outcome = 'invalid' or s.outcome = 'retry' and coalesce(e.attempts, 0) + 1 >= q.retry_limit
+                                   and (q.options ->> 'dlqAfterMaxRetries')::boolean
                               then 'dead' else s.outcome end
           from staged_outcome o
           join manifest_range g on g.reader_id = r.id and g.number = m.number and g.lane_id = o.lane_id
@@ -107,7 +114,7 @@ begin
         select s.lane_id, l.uid, q.id, q.name, l.name, q.consumer_group, s.first_seq, s.message_id, s.transaction_id,
                coalesce(s.error, 'Retries exhausted'), s.attempts, coalesce(s.headers, ''::bytea), s.payload, s.created_at, v_now
           from staged_outcome s join lane l on l.id = s.lane_id
-         where s.write = any (p_writes) and s.outcome = 'dead';
+         where s.write = any (p_writes) and s.outcome = 'dead' and v_keep;
     end if;
 
     if v_odd then
@@ -128,7 +135,8 @@ begin
             on conflict (lane_id, group_id, seq) do update
            set attempts = excluded.attempts, due = excluded.due, error = excluded.error, parked = excluded.parked, failed_at = v_now;
         insert into journal (at, kind, worker, lanes, groups, leases, firsts, lasts, counts, attempts, error)
-        select v_now, case s.outcome when 'retry' then 'failed' when 'release' then 'released' else s.outcome end, p_worker,
+        select v_now, case when s.outcome = 'retry' then 'failed' when s.outcome = 'release' then 'released'
+                           when s.outcome = 'dead' and not v_keep then 'dropped' else s.outcome end, p_worker,
                array[s.lane_id], array[r.group_id], array[m.lease], array[s.first_seq], array[s.end_seq - 1],
                array[(s.end_seq - s.first_seq)::int], s.attempts, s.error
           from staged_outcome s where s.write = any (p_writes);

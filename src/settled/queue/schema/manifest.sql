@@ -7,7 +7,7 @@ select g.id, q.id from consumer_group g, queue q where g.name = %(group)s and q.
     on conflict (group_id, queue_id) do nothing
 
 -- name: find_reader
-select r.*, q.parked from reader r
+select r.*, q.parked, (q.options ->> 'encryptionEnabled')::boolean as encrypted from reader r
   join consumer_group g on g.id = r.group_id join queue q on q.id = r.queue_id
  where g.name = %(group)s and q.name = %(queue)s
 

@@ -120,18 +120,42 @@ select extract(epoch from min(due))::float8 from scheduled
 delete from scheduled where id = any ($1::bigint[])
 
 -- name: overdue
-select l.id as lane_id, coalesce(c.group_id, 0) as group_id, (q.options ->> 'maxWaitTimeSeconds')::float8 as seconds
-  from queue q
+select l.id as lane_id, coalesce(c.group_id, 0) as group_id, q.seconds::float8 as seconds, q.option
+  from (select q.id, least(nullif(o.wait, 0), nullif(o.ttl, 0)) as seconds,
+               case when o.wait > 0 and (o.ttl = 0 or o.wait <= o.ttl) then 'maxWaitTimeSeconds' else 'ttl' end as option
+          from queue q cross join lateral (
+              select (q.options ->> 'maxWaitTimeSeconds')::int as wait, (q.options ->> 'ttl')::int as ttl) o
+         where o.wait > 0 or o.ttl > 0) q
   join lane l on l.queue_id = q.id
   left join consumer c on c.lane_id = l.id
- where (q.options ->> 'maxWaitTimeSeconds')::int > 0
-   and l.next_seq > greatest(l.first_seq, coalesce(c.cursor, 0))
+ where l.next_seq > greatest(l.first_seq, coalesce(c.cursor, 0))
    and (c.lease is null or c.lease_until <= clock_timestamp())
-   and (select s.created_at from segment s
+   and (select coalesce(s.times[greatest(l.first_seq, coalesce(c.cursor, 0)) - s.first_seq + 1], s.created_at) from segment s
          where s.lane_id = l.id and s.first_seq <= greatest(l.first_seq, coalesce(c.cursor, 0))
          order by s.first_seq desc limit 1)
-       < clock_timestamp() - make_interval(secs => (q.options ->> 'maxWaitTimeSeconds')::int)
+       < clock_timestamp() - make_interval(secs => q.seconds)
  limit $1
+
+-- name: compactable
+select l.id, greatest(l.compacted, l.first_seq) as since,
+       case when (q.options ->> 'retentionEnabled')::boolean
+            then least(nullif((q.options ->> 'retentionSeconds')::int, 0), nullif((q.options ->> 'completedRetentionSeconds')::int, 0))
+       end as keep
+  from lane l join queue q on q.id = l.queue_id
+ where l.id > $1 and l.next_seq - greatest(l.compacted, l.first_seq) >= $2
+ order by l.id limit $3
+
+-- name: segment_sizes
+select s.first_seq, s.n, extract(epoch from coalesce(s.times[1], s.created_at))::float8 as first_at,
+       extract(epoch from s.created_at)::float8 as last_at, octet_length(s.body) as size,
+       extract(epoch from clock_timestamp() - s.created_at)::float8 as age
+  from segment s
+ where s.lane_id = $1 and s.first_seq >= $2 and s.created_at < clock_timestamp() - make_interval(secs => $3)
+ order by s.first_seq limit $4
+
+-- name: whole_segments
+select s.first_seq, s.n, s.created_at, s.hashes, s.body from segment s
+ where s.lane_id = $1 and s.first_seq >= $2 and s.first_seq < $3 order by s.first_seq
 
 -- name: tidy_activity
 delete from activity where at < clock_timestamp() - interval '1 minute'
@@ -190,7 +214,7 @@ select q.id, q.uid, q.name, q.namespace, q.task, q.options, q.created_at,
 
 -- name: lane_stats
 select l.uid, l.name, l.created_at, l.newest_at, l.next_seq - l.first_seq as total,
-       (select s.created_at from segment s where s.lane_id = l.id order by s.first_seq limit 1) as oldest_at,
+       (select coalesce(s.times[1], s.created_at) from segment s where s.lane_id = l.id order by s.first_seq limit 1) as oldest_at,
        l.next_seq - greatest(l.first_seq, coalesce(c.cursor, l.first_seq)) as pending,
        coalesce(c.processing, 0)::bigint as processing,
        (select count(*) from dead_letter d where d.lane_id = l.id) as dead
@@ -211,7 +235,8 @@ select g.name as grp, q.name as queue, l.name as partition, l.uid,
        case when c.lease_until > clock_timestamp() then c.lease_until end as lease_until,
        c.last_at,
        case when l.next_seq > greatest(l.first_seq, coalesce(c.cursor, start.seq)) then
-           (select s.created_at from segment s
+           (select coalesce(s.times[greatest(l.first_seq, coalesce(c.cursor, start.seq)) - s.first_seq + 1], s.created_at)
+              from segment s
              where s.lane_id = l.id and s.first_seq <= greatest(l.first_seq, coalesce(c.cursor, start.seq))
              order by s.first_seq desc limit 1) end as oldest_at,
        u.mode, u.starts_at, u.created_at as subscribed_at
@@ -227,17 +252,24 @@ select g.name as grp, q.name as queue, l.name as partition, l.uid,
  where ($1::text is null or q.name = $1) and ($2::text is null or g.name = $2)
  order by g.name, q.name, l.name
 
--- name: lane_groups
-select g.name, c.*, coalesce(e.attempts, 0) as attempts, e.error as last_error, e.seq is not null as failed,
-       c.lease_until > clock_timestamp() as leased,
-       d.error as dead_error, d.attempts as dead_attempts, d.id is not null as dead
-  from consumer c
-  join consumer_group g on g.id = c.group_id
-  left join exception e on e.lane_id = c.lane_id and e.group_id = c.group_id and e.seq = $2
-  left join lateral (select id, error, attempts from dead_letter d
-                      where d.lane_id = c.lane_id and d.consumer_group = g.name and d.seq = $2
-                      order by d.failed_at desc limit 1) d on true
- where c.lane_id = $1 order by g.name
+-- name: lane_consumers
+select c.*, g.name, c.lease_until > clock_timestamp() as leased
+  from consumer c join consumer_group g on g.id = c.group_id where c.lane_id = any ($1::bigint[]) order by g.name
+
+-- name: lane_failures
+select e.lane_id, g.name, e.seq, false as dead, e.attempts, e.error, e.failed_at as at
+  from unnest($1::bigint[], $2::bigint[], $3::bigint[]) r (lane, first, last)
+  join exception e on e.lane_id = r.lane and e.seq between r.first and r.last
+  join consumer_group g on g.id = e.group_id
+union all
+select d.lane_id, d.consumer_group, d.seq, true, d.attempts, d.error, d.failed_at
+  from unnest($1::bigint[], $2::bigint[], $3::bigint[]) r (lane, first, last)
+  join dead_letter d on d.lane_id = r.lane and d.seq between r.first and r.last
+ order by at
+
+-- name: lane_holes
+select h.lane_id, h.seq from unnest($1::bigint[], $2::bigint[], $3::bigint[]) r (lane, first, last)
+  join hole h on h.lane_id = r.lane and h.seq between r.first and r.last
 
 -- name: lane_segments
 select s.first_seq, s.n, s.created_at, s.body from segment s
@@ -250,8 +282,12 @@ select s.first_seq, s.created_at, s.body from segment s
 -- name: newest_segments
 select s.lane_id, s.first_seq, s.n, s.created_at, s.body, q.name as queue, q.namespace, q.task, l.name as partition, l.uid
   from queue q join lane l on l.queue_id = q.id
-  cross join lateral (select g.* from segment g where g.lane_id = l.id and g.created_at >= $5 and g.created_at < $6
-                       order by g.first_seq desc limit $7) s
+  cross join lateral (
+      select g.* from segment g
+       where g.lane_id = l.id and g.created_at >= $5 and coalesce(g.times[1], g.created_at) < $6
+         and ($8::timestamptz is null or g.created_at < $8
+              or g.created_at = $8 and (g.lane_id > $9 or g.lane_id = $9 and g.first_seq < $10))
+       order by g.first_seq desc limit $7) s
  where ($1::text is null or q.name = $1) and ($2::text is null or l.name = $2)
    and ($3::text is null or q.namespace = $3) and ($4::text is null or q.task = $4)
  order by s.created_at desc, s.lane_id, s.first_seq desc

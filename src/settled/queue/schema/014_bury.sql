@@ -1,0 +1,56 @@
+-- Make a dead letter of a message that waits for its group, wherever in the lane it is: buried | leased | settled | far.
+-- A message under a valid lease is its holder's to settle. `done` reaches up to the message, hence the limit.
+create function bury(
+    p_worker text, p_lane bigint, p_group int, p_seq bigint, p_message uuid, p_transaction text, p_created timestamptz,
+    p_headers bytea, p_payload bytea, p_error text
+) returns text language plpgsql as $$
+#variable_conflict use_column
+declare
+    c consumer; e exception; q record; v_at int; v_now timestamptz; v_parked boolean;
+begin
+    insert into consumer (lane_id, group_id, cursor, base)
+    select l.id, p_group, s, s from lane l, start_of(p_group, l.id) s where l.id = p_lane on conflict do nothing;
+    select * into c from consumer where lane_id = p_lane and group_id = p_group for update;
+    select q.*, l.uid as lane_uid, l.name as partition, g.name as consumer_group into q
+      from lane l join queue q on q.id = l.queue_id, consumer_group g where l.id = p_lane and g.id = p_group;
+    if not found then
+        return 'settled';
+    end if;
+    v_now := clock_timestamp();
+    if p_seq - c.base > 4000000 then
+        return 'far';
+    end if;
+    v_at := p_seq - c.base;
+    if c.lease_until > v_now and (p_seq = any (c.parked_out)
+            or v_at >= 0 and v_at < length(c.answered) and get_bit(c.answered, v_at) = 0) then
+        return 'leased';
+    end if;
+    select * into e from exception x where x.lane_id = p_lane and x.group_id = p_group and x.seq = p_seq;
+    v_parked := found and e.parked;
+    if not v_parked and (p_seq < c.cursor or v_at < length(c.done) and get_bit(c.done, v_at) = 1) then
+        return 'settled';
+    end if;
+    delete from exception x where x.lane_id = p_lane and x.group_id = p_group and x.seq = p_seq;
+    if not v_parked then
+        if length(c.done) <= v_at then
+            c.done := c.done || repeat('0', v_at + 1 - length(c.done))::varbit;
+        end if;
+        c.done := set_bit(c.done, v_at, 1);
+    end if;
+    if (q.options ->> 'deadLetterQueue')::boolean then
+        insert into dead_letter (lane_id, lane_uid, queue_id, queue, partition, consumer_group, seq, message_id,
+                                 transaction_id, error, attempts, headers, payload, created_at)
+        values (p_lane, q.lane_uid, q.id, q.name, q.partition, q.consumer_group, p_seq, p_message, p_transaction, p_error,
+                coalesce(e.attempts, 0), p_headers, p_payload, p_created);
+    end if;
+    update consumer c0 set done = c.done, odd = true, last_at = v_now, consumed = c0.consumed + 1,
+           next_due = (select min(x.due) from exception x where x.lane_id = p_lane and x.group_id = p_group)
+     where c0.lane_id = p_lane and c0.group_id = p_group;
+    insert into journal (at, kind, worker, lanes, groups, firsts, lasts, counts, attempts, error)
+    values (v_now, case when (q.options ->> 'deadLetterQueue')::boolean then 'dead' else 'dropped' end, p_worker,
+            array[p_lane], array[p_group], array[p_seq], array[p_seq], array[1], coalesce(e.attempts, 0), p_error);
+    insert into activity (worker, kind, queues, lanes, groups, until)
+    values (p_worker, 'release', array[q.id], array[p_lane], array[p_group], array[null::timestamptz]);
+    return 'buried';
+end
+$$;
