@@ -29,7 +29,11 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
         fields = getattr(record, "settled", {})
-        more = [f"{name}={value}" for name, value in fields.items() if f"{name}=" not in record.message]
+        more = [
+            f"{name}={value}"
+            for name, value in fields.items()
+            if f"{name}=" not in record.message and str(value) not in record.message
+        ]
         return " ".join([super().formatMessage(record), *more])
 
 
