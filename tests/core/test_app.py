@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from settled import App, ConfigurationError, DontAck, Message, Reject, Status, dont_ack_on_error
-from settled.observe.logging import JsonFormatter
+from settled.observe.logging import JsonFormatter, TextFormatter
 from settled.transports.base import Capabilities, NackMeans, Source
 from settled.transports.memory import MemoryTransport
 from tests.conftest import Order
@@ -333,3 +333,8 @@ def test_a_line_may_be_json() -> None:
 
         record.exc_info = sys.exc_info()
     assert "DontAck: x" in json.loads(JsonFormatter().format(record))["traceback"]
+
+
+def test_a_log_line_for_people_has_the_fields_that_its_text_does_not_name() -> None:
+    record = logging.makeLogRecord({"msg": "dropped id=7", "settled": {"id": 7, "tenant": "acme"}})
+    assert TextFormatter("%(message)s").format(record) == "dropped id=7 tenant=acme"

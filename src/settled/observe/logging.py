@@ -24,10 +24,23 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
+class TextFormatter(logging.Formatter):
+    """A line for people; the fields that its text does not name follow it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
+        fields = getattr(record, "settled", {})
+        more = [
+            f"{name}={value}"
+            for name, value in fields.items()
+            if f"{name}=" not in record.message and str(value) not in record.message
+        ]
+        return " ".join([super().formatMessage(record), *more])
+
+
 def configure(level: str = "info", *, as_json: bool = False) -> None:
     """Send the log to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(
-        JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)-8s %(message)s")
+        JsonFormatter() if as_json else TextFormatter("%(asctime)s %(levelname)-8s %(message)s")
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
