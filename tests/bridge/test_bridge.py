@@ -243,6 +243,26 @@ def test_a_target_that_comes_back_gets_every_message(dsn: str) -> None:
         target.remove()
 
 
+def test_a_refused_message_does_not_hold_up_its_lane_nor_change_its_order(dsn: str) -> None:
+    queue = f"orders-{uuid.uuid4().hex[:8]}"
+    source = MemoryTransport()
+    put(source, *[b"%d" % n for n in range(20)], lane="eu")
+    put(source, b"no such id can be", id="x" * 10_000, lane="eu")
+    for n in range(20, 40):
+        put(source, b"%d" % n, id=f"m{n}", lane="eu")
+
+    async def main() -> list[int]:
+        bridge = Bridge(source, dsn, channel="orders", to=queue, limit=41)
+        assert await bridge.run() == Totals(read=41, written=40, rejected=1)
+        async with await Engine.open(dsn) as engine:
+            popped = await engine.pop(PopRequest(queue=queue, partition="eu", batch=100))
+            return [int(message.payload) for message in popped.messages()]
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == list(range(40))
+    (dead,) = source.dead_letters("orders")
+    assert (dead.data, "transactionId: must be" in dead.error) == (b"no such id can be", True)
+
+
 def test_a_full_queue_is_waited_for(dsn: str) -> None:
     queue = f"orders-{uuid.uuid4().hex[:8]}"
     source = MemoryTransport()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +21,7 @@ from settled.message import Message
 from settled.settlement import describe
 from settled.signals import ConfigurationError
 from settled.transports import connect
-from settled.transports.base import BrokerStatus, Outgoing, Reports, Transport
+from settled.transports.base import BrokerStatus, Outgoing, Published, Reports, Transport
 from settled.transports.queue import was_spread
 
 LANE = "settled-lane"
@@ -105,7 +107,8 @@ class Bridge:
         self._idle_exit = idle_exit
         self._grace = grace
         self._carrying: dict[asyncio.Task[None], None] = {}
-        self._lanes: dict[str, asyncio.Task[None]] = {}
+        self._lanes: dict[str, deque[Message[Any]]] = {}
+        self._loose: deque[Message[Any]] = deque()
         self._stop: asyncio.Event | None = None
         self._hurry = asyncio.Event()
         self._failure: ConfigurationError | None = None
@@ -120,7 +123,7 @@ class Bridge:
     @property
     def in_flight(self) -> int:
         """How many messages are on their way."""
-        return len(self._carrying)
+        return len(self._window.out)
 
     @property
     def target_status(self) -> BrokerStatus:
@@ -168,42 +171,94 @@ class Bridge:
         stop.set()
 
     async def _forward(self, message: Message[Any]) -> None:
+        """Send it on its way, behind those of its lane that are on theirs."""
         self.totals.read += 1
         lane = _lane(message)
-        task = asyncio.create_task(self._carry(message, None if lane is None else self._lanes.get(lane)))
+        if lane is None:
+            self._loose.append(message)
+            if len(self._loose) == 1:
+                # What else is received with it goes with it.
+                asyncio.get_running_loop().call_soon(self._send_loose)
+            return
+        waiting = self._lanes.get(lane)
+        if waiting is not None:
+            waiting.append(message)
+        else:
+            self._lanes[lane] = deque([message])
+            self._start(self._carry_lane(lane))
+
+    def _send_loose(self) -> None:
+        assert self._outlet is not None  # noqa: S101
+        while self._loose:
+            size = min(len(self._loose), self._outlet.most)
+            self._start(self._carry(deque(self._loose.popleft() for _ in range(size))))
+
+    def _start(self, carrying: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(carrying)
         self._carrying[task] = None
-        if lane is not None:
-            self._lanes[lane] = task
-        task.add_done_callback(lambda done: self._carried(done, lane))
+        task.add_done_callback(self._carried)
 
-    def _carried(self, task: asyncio.Task[None], lane: str | None) -> None:
+    def _carried(self, task: asyncio.Task[None]) -> None:
         del self._carrying[task]
-        if lane is not None and self._lanes.get(lane) is task:
-            del self._lanes[lane]
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("bridge: a message was left to the source", exc_info=error)
+            logger.error("bridge: messages were left to the source", exc_info=error)
 
-    async def _carry(self, message: Message[Any], before: asyncio.Task[None] | None) -> None:
-        """Write one message, after the one before it in its lane, and settle it."""
+    async def _carry_lane(self, lane: str) -> None:
+        try:
+            await self._carry(self._lanes[lane])
+        finally:
+            # In the same step in which nothing waited any more: who comes later starts anew.
+            del self._lanes[lane]
+
+    async def _carry(self, waiting: deque[Message[Any]]) -> None:
+        """Write what waits, in its order, and settle it, until nothing waits."""
         assert self._outlet is not None  # noqa: S101
         try:
-            if before is not None:
-                await asyncio.wait({before})
-            published = await self._outlet.write(self._outgoing(message))
-        except asyncio.CancelledError:
-            self.totals.released += await self._settled(message, message.release())
-        except Refused as refused:
-            logger.warning("bridge: rejected message_id=%s: %s", message.id, refused)
-            self.totals.rejected += await self._settled(message, message.term(str(refused)))
+            while waiting:
+                batch = list(islice(waiting, self._outlet.most))
+                results = await self._write(self._outlet, [self._outgoing(message) for message in batch])
+                if len(batch) == 1:
+                    await self._settle(batch[0], results[0])
+                else:
+                    await asyncio.gather(*map(self._settle, batch, results))
+                for _ in batch:
+                    waiting.popleft()
         except ConfigurationError as error:
             self._fail(error)
-            self.totals.released += await self._settled(message, message.release())
-        else:
-            if published.duplicate:
+            await self._give_back(waiting)
+        except asyncio.CancelledError:
+            await self._give_back(waiting)
+
+    async def _write(self, outlet: Outlet, messages: list[Outgoing]) -> Sequence[Published | Refused]:
+        if len(messages) > 1:
+            with contextlib.suppress(Refused):
+                return await outlet.write(messages)
+        found: list[Published | Refused] = []
+        for message in messages:
+            try:
+                found += await outlet.write([message])
+            except Refused as refused:
+                found.append(refused)
+        return found
+
+    async def _settle(self, message: Message[Any], result: Published | Refused) -> None:
+        match result:
+            case Refused():
+                logger.warning("bridge: rejected message_id=%s: %s", message.id, result)
+                self.totals.rejected += await self._settled(message, message.term(str(result)))
+            case Published(duplicate=True):
                 self.totals.duplicates += 1
-            else:
+                await self._settled(message, message.ack())
+            case Published():
                 self.totals.written += 1
-            await self._settled(message, message.ack())
+                await self._settled(message, message.ack())
+
+    async def _give_back(self, waiting: deque[Message[Any]]) -> None:
+        """Last first, so that a broker which gives back to the head ends up with the old order."""
+        while waiting:
+            message = waiting.pop()
+            if not message.settled:
+                self.totals.released += await self._settled(message, message.release())
 
     async def _settled(self, message: Message[Any], call: Awaitable[None]) -> bool:
         try:
@@ -227,6 +282,7 @@ class Bridge:
     async def _drain(self) -> None:
         """Wait for what is on its way, as long as the grace lasts; give back the rest, last first."""
         hurry = asyncio.create_task(self._hurry.wait())
+        self._send_loose()
         if self._carrying:
             done = asyncio.ensure_future(asyncio.wait(list(self._carrying)))
             await asyncio.wait({done, hurry}, timeout=self._grace, return_when=asyncio.FIRST_COMPLETED)

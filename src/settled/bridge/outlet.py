@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from settled.bridge.window import in_one_line
 from settled.signals import ConfigurationError
-from settled.transports.base import Outgoing, Published, Refuses, Transport
+from settled.transports.base import Outgoing, Published, PublishesMany, Refuses, Transport
 
 logger = logging.getLogger("settled")
 
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
+_MOST = 100
 
 
 class Refused(Exception):
@@ -22,7 +24,7 @@ class Refused(Exception):
 class Outlet:
     """Publishes to one transport, for as long as it takes.
 
-    After a failure only one message at a time is tried, with growing pauses, until one gets through: a target
+    After a failure only one call at a time is made, with growing pauses, until one gets through: a target
     that is away, or full, is not stormed by all that is in flight.
     """
 
@@ -38,32 +40,42 @@ class Outlet:
         """Whether the last try failed."""
         return self._failures > 0
 
-    async def write(self, message: Outgoing) -> Published:
-        """Publish, confirmed; Refused if it is never taken, ConfigurationError if nothing is."""
+    @property
+    def most(self) -> int:
+        """How many messages one call may take."""
+        return _MOST if isinstance(self._target, PublishesMany) else 1
+
+    async def write(self, messages: Sequence[Outgoing]) -> Sequence[Published]:
+        """Publish, confirmed, in order; Refused if one is never taken, ConfigurationError if nothing is."""
         while True:
             if not self._failures:
-                published = await self._try(message)
+                published = await self._try(messages)
             else:
                 async with self._one_at_a_time:
                     if self._failures:
                         await asyncio.sleep(self._pause())
-                    published = await self._try(message)
+                    published = await self._try(messages)
             if published is not None:
                 return published
 
     def _pause(self) -> float:
         return float(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self._failures - 1, 10)))
 
-    async def _try(self, message: Outgoing) -> Published | None:
+    async def _publish(self, messages: Sequence[Outgoing]) -> Sequence[Published]:
+        if len(messages) > 1 and isinstance(self._target, PublishesMany):
+            return await self._target.publish_many(messages)
+        return [await self._target.publish(message) for message in messages]
+
+    async def _try(self, messages: Sequence[Outgoing]) -> Sequence[Published] | None:
         tried_after = self._failures
         try:
-            published = await self._target.publish(message)
+            published = await self._publish(messages)
         except ConfigurationError:
             raise
         except Exception as error:
             if isinstance(self._target, Refuses) and self._target.refuses(error):
                 raise Refused(f"{self._name} does not take it: {in_one_line(error)}") from error
-            self._failed(message, error, tried_after)
+            self._failed(messages[0], error, tried_after)
             return None
         if self._failures:
             logger.info("bridge: %s takes messages again", self._name)

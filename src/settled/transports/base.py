@@ -237,6 +237,14 @@ class Prepares(Protocol):
 
 
 @runtime_checkable
+class PublishesMany(Protocol):
+    """A transport that takes many messages in one call."""
+
+    async def publish_many(self, messages: Sequence[Outgoing]) -> Sequence[Published]:
+        """Store them in their order; after a failure some may be stored, and none behind one that is not."""
+
+
+@runtime_checkable
 class Refuses(Protocol):
     """A transport that can tell a message it will never take from a moment in which it takes none."""
 

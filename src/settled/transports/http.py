@@ -154,21 +154,28 @@ class HttpBackend:
         except Refused as refused:
             raise lost(delivery, refused.error) from refused
 
-    async def push(self, message: Outgoing, lane: str) -> Published:
-        others = {name: value for name, value in message.headers.items() if name.lower() != "content-type"}
-        item: dict[str, Any] = {
-            "queue": message.subject,
-            "partition": lane,
-            "transactionId": message.id,
-            "headers": others or None,
-            "delaySeconds": message.delay or None,
-            **_payload(message.data, content_type_of(message.headers) or BYTES),
-        }
-        (pushed,) = _pushed.decode(await self.wire.call("POST", "/api/v1/push", {"items": [item]}))
-        return Published(id=pushed.transaction_id, duplicate=pushed.status == "duplicate", lane=lane)
+    async def push(self, messages: Sequence[Outgoing]) -> list[Published]:
+        body = {"items": [_item(message) for message in messages]}
+        results = _pushed.decode(await self.wire.call("POST", "/api/v1/push", body))
+        return [
+            Published(id=pushed.transaction_id, duplicate=pushed.status == "duplicate", lane=message.lane)
+            for pushed, message in zip(results, messages, strict=True)
+        ]
 
     async def close(self) -> None:
         await self.wire.close()
+
+
+def _item(message: Outgoing) -> dict[str, Any]:
+    others = {name: value for name, value in message.headers.items() if name.lower() != "content-type"}
+    return {
+        "queue": message.subject,
+        "partition": message.lane,
+        "transactionId": message.id,
+        "headers": others or None,
+        "delaySeconds": message.delay or None,
+        **_payload(message.data, content_type_of(message.headers) or BYTES),
+    }
 
 
 def _payload(data: bytes, content_type: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from settled.codec import BYTES, content_type_of
 from settled.message import Metadata
 from settled.queue.engine import Engine
-from settled.queue.types import AckItem, BadRequest, NotFound, PopRequest, PushItem
+from settled.queue.types import DEFAULT_PARTITION, AckItem, BadRequest, NotFound, PopRequest, PushItem
 from settled.transports.base import Outgoing, Published, Source
 from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Rules, Verdict, lost
 
@@ -92,25 +92,25 @@ class EngineBackend:
         if not extension.success:
             raise lost(delivery, extension.error or "its lease is gone")
 
-    async def push(self, message: Outgoing, lane: str) -> Published:
-        content_type = content_type_of(message.headers)
-        others = {name: value for name, value in message.headers.items() if name.lower() != "content-type"}
-        (result,) = await self.engine.push(
-            [
-                PushItem(
-                    queue=message.subject,
-                    payload=message.data,
-                    partition=lane,
-                    transaction_id=message.id,
-                    headers=others or None,
-                    content_type=content_type or BYTES,
-                    delay_seconds=message.delay,
-                )
-            ]
-        )
-        return Published(
-            id=result.transaction_id, duplicate=result.status == "duplicate", lane=result.partition
-        )
+    async def push(self, messages: Sequence[Outgoing]) -> list[Published]:
+        results = await self.engine.push([_item(message) for message in messages])
+        return [
+            Published(id=result.transaction_id, duplicate=result.status == "duplicate", lane=result.partition)
+            for result in results
+        ]
 
     async def close(self) -> None:
         await self.engine.close()
+
+
+def _item(message: Outgoing) -> PushItem:
+    others = {name: value for name, value in message.headers.items() if name.lower() != "content-type"}
+    return PushItem(
+        queue=message.subject,
+        payload=message.data,
+        partition=message.lane or DEFAULT_PARTITION,
+        transaction_id=message.id,
+        headers=others or None,
+        content_type=content_type_of(message.headers) or BYTES,
+        delay_seconds=message.delay,
+    )

@@ -103,8 +103,8 @@ class Backend(Protocol):
     async def extend(self, delivery: QueueDelivery) -> None:
         """Start the lease anew; LeaseLost if it is gone."""
 
-    async def push(self, message: Outgoing, lane: str) -> Published:
-        """Store one message."""
+    async def push(self, messages: Sequence[Outgoing]) -> list[Published]:
+        """Store messages, each in its lane."""
 
     async def close(self) -> None:
         """Disconnect."""
@@ -267,11 +267,15 @@ class QueueTransport(LoopTransport[Backend]):
         return QueueChannel(self, source)
 
     async def push(self, message: Outgoing) -> Published:
-        """Store a message, in its lane or in one of those that messages without a lane are spread over."""
-        lane = message.lane
-        if lane is None:
-            # The same id must meet itself in the same lane, or it would not be found to be a duplicate.
-            number = next(self._turn) if message.id is None else zlib.crc32(message.id.encode())
-            lane = f"{_SPREAD_LANE}{number % SPREAD:02}"
+        (published,) = await self.publish_many([message])
+        return published
+
+    async def publish_many(self, messages: Sequence[Outgoing]) -> list[Published]:
+        """Store messages, each in its lane, or in one of those that are for messages without a lane."""
         backend = await self.connection()
-        return await backend.push(message, lane)
+        return await backend.push([m if m.lane is not None else self._spread(m) for m in messages])
+
+    def _spread(self, message: Outgoing) -> Outgoing:
+        # The same id must meet itself in the same lane, or it would not be found to be a duplicate.
+        number = next(self._turn) if message.id is None else zlib.crc32(message.id.encode())
+        return replace(message, lane=f"{_SPREAD_LANE}{number % SPREAD:02}")

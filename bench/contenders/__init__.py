@@ -1,0 +1,74 @@
+"""One module a broker: its server, and the bare client that Settled is measured against."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+
+class Order(msgspec.Struct):
+    id: int
+    customer: str
+    amount: float
+    items: list[str]
+
+
+_decode = msgspec.json.Decoder(Order).decode
+
+
+class Meter:
+    """Decodes and counts what a bare client received; the time runs from the first message to the last."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.began = 0.0
+        self.ended = 0.0
+
+    def __call__(self, data: bytes) -> None:
+        self.began = self.began or time.perf_counter()
+        _decode(data)
+        self.left -= 1
+
+    def end(self) -> None:
+        """All is acknowledged."""
+        self.ended = time.perf_counter()
+
+
+class Contender(Protocol):
+    """A broker that is running. Its queues are new each time."""
+
+    url: str
+    client: str
+    """The bare client's name."""
+    batch: int
+    """How many messages one receive may take, on either side."""
+
+    async def make(self, queue: str) -> None:
+        """Have an empty queue."""
+
+    def subscription(self, queue: str) -> dict[str, Any]:
+        """What to tell `app.subscriber` beside the channel and the buffer."""
+
+    async def raw(self, queue: str, meter: Meter) -> None:
+        """The client alone: receive, decode and acknowledge until nothing is left, then `meter.end()`."""
+
+
+Start = Callable[[], contextlib.AbstractAsyncContextManager[Contender]]
+
+NAMES = {
+    "nats": "NATS JetStream",
+    "postgresql": "the queue, in process",
+    "http": "the queue, over HTTP",
+    "rabbitmq": "RabbitMQ",
+    "redis": "Redis streams",
+    "kafka": "Kafka (mock cluster)",
+    "sqs": "SQS (moto)",
+    "mqtt": "MQTT (mosquitto)",
+    "pubsub": "Pub/Sub (stand-in)",
+    "servicebus": "Service Bus (stand-in)",
+}
+"""Every module here, each with a function `start`."""
