@@ -35,8 +35,9 @@ from tests.transports.conformance import Conformance, Queue
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 
 LEASE = 1.5
-# The mock lets a member that left, or died, go only when its session is over.
-QUICK = "session.timeout.ms=1000&heartbeat.interval.ms=200"
+# Either group protocol. The mock lets a member of a classic group go only when its session is over.
+CLASSIC = "session.timeout.ms=1000&heartbeat.interval.ms=200"
+NEWER = "group.protocol=consumer"
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,8 @@ def kafka() -> Iterator[Cluster]:
         yield one
 
 
-def address(kafka: Cluster) -> str:
-    return f"kafka://{kafka.address}?{QUICK}"
+def address(kafka: Cluster, query: str = NEWER) -> str:
+    return f"kafka://{kafka.address}?{query}"
 
 
 class KafkaBroker:
@@ -55,11 +56,11 @@ class KafkaBroker:
     counts_attempts = True
     restarts = False
 
-    def __init__(self, kafka: Cluster, settings: KafkaTopic, partitions: int = 1) -> None:
+    def __init__(self, kafka: Cluster, settings: KafkaTopic, partitions: int = 1, query: str = NEWER) -> None:
         self.kafka = kafka
         self.queue = f"orders-{uuid.uuid4().hex[:8]}"
         self.settings = settings
-        self.transport = KafkaTransport(address(kafka))
+        self.transport = KafkaTransport(address(kafka, query))
         self.portal = Portal("test")
         self.channels: list[Channel] = []
         kafka.create(self.queue, partitions)
@@ -123,8 +124,10 @@ class KafkaBroker:
 
 
 @contextlib.contextmanager
-def broker_of(kafka: Cluster, settings: KafkaTopic, partitions: int = 1) -> Iterator[KafkaBroker]:
-    found = KafkaBroker(kafka, settings, partitions)
+def broker_of(
+    kafka: Cluster, settings: KafkaTopic, partitions: int = 1, query: str = NEWER
+) -> Iterator[KafkaBroker]:
+    found = KafkaBroker(kafka, settings, partitions, query)
     try:
         yield found
     finally:
@@ -138,7 +141,10 @@ def broker(kafka: Cluster) -> Iterator[KafkaBroker]:
 
 
 class TestKafka(Conformance):
-    pass
+    @pytest.fixture
+    def broker(self, kafka: Cluster) -> Iterator[KafkaBroker]:
+        with broker_of(kafka, KafkaTopic(lease=LEASE), query=CLASSIC) as found:
+            yield found
 
 
 def bodies(deliveries: Sequence[Any]) -> list[bytes]:
@@ -249,8 +255,9 @@ def test_without_order_what_is_behind_a_failed_message_goes_on(kafka: Cluster) -
         assert one(broker.channel()).data == b"0"
 
 
-def test_a_partition_that_went_to_another_consumer_cannot_be_settled_here(kafka: Cluster) -> None:
-    with broker_of(kafka, KafkaTopic(), partitions=2) as broker:
+@pytest.mark.parametrize("query", [CLASSIC, NEWER], ids=["classic", "newer"])
+def test_a_partition_that_went_to_another_consumer_cannot_be_settled_here(kafka: Cluster, query: str) -> None:
+    with broker_of(kafka, KafkaTopic(), partitions=2, query=query) as broker:
         for number in range(20):
             broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number, lane=str(number % 5)))
         here, there = broker.channel(), broker.channel()
@@ -320,8 +327,7 @@ def test_a_consumer_goes_on_when_the_brokers_are_back(broker: KafkaBroker) -> No
 
 
 def test_a_handler_that_takes_long_keeps_its_partitions(kafka: Cluster) -> None:
-    with broker_of(kafka, KafkaTopic()) as broker:
-        broker.transport = KafkaTransport(address(kafka) + "&max.poll.interval.ms=1000")
+    with broker_of(kafka, KafkaTopic(), query=f"{CLASSIC}&max.poll.interval.ms=1000") as broker:
         broker.publish(Outgoing(subject=broker.queue, data=b"1"))
         broker.publish(Outgoing(subject=broker.queue, data=b"2"))
         channel = broker.channel()
