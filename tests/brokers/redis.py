@@ -55,7 +55,8 @@ class Server:
     def start(self) -> Server:
         options = [
             "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.directory), "--save", "",
-            "--appendonly", "yes", "--appendfsync", "always", "--unixsocket", str(self.socket), *self._options,
+            "--appendonly", "yes", "--appendfsync", "always", "--unixsocket", str(self.socket),
+            *self._options,
         ]  # fmt: skip
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen([self._binary, *options], stdout=log, stderr=log)

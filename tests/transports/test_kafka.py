@@ -535,7 +535,7 @@ class TestShareGroup(Conformance):
         assert not queue.channel.capabilities.extends
 
     def test_a_message_given_back_goes_to_another_consumer(self, queue: Queue) -> None:
-        """Both are members before the first message: the mock drops the locks of a member when another joins."""
+        """Both are members before the first message: the mock drops one's locks when another joins."""
         channels = [queue.channel, queue.broker.channel()]
         queue.publish(b"1")
         deadline = time.monotonic() + 60

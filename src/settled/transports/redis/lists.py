@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from redis.exceptions import RedisError
 
 from settled.message import Delivery
 from settled.settlement import Reject
@@ -189,7 +191,9 @@ class ListChannel:
             return
         living.cancel()
         self._out.clear()
-        await self._recover(self._name)
+        # Without a server, the others give it back when its lease is over.
+        with contextlib.suppress(RedisError, OSError):
+            await self._recover(self._name)
 
     def _mine(self, delivery: Delivery) -> ListDelivery:
         if not isinstance(delivery, ListDelivery):

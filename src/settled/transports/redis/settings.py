@@ -136,8 +136,10 @@ def parse(url: str) -> tuple[Options, dict[str, Any]]:
         raise ConfigurationError(f"redis: {error}") from error
     # A server that does not answer is an error, which the pump tries to get over; a retry inside would hide
     # a message that was taken and never arrived.
-    client = {"socket_timeout": 10.0, "socket_connect_timeout": 10.0, "socket_keepalive": True, **client}
-    return options, {**client, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
+    patience = {"socket_timeout": 10.0, "socket_connect_timeout": 10.0}
+    if "path" not in client:
+        patience["socket_keepalive"] = True
+    return options, {**patience, **client, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
 
 
 @cache

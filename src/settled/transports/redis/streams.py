@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -11,7 +12,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from redis.exceptions import ResponseError
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
 
 from settled.message import Delivery, Metadata
 from settled.settlement import Reject
@@ -75,6 +77,12 @@ def written(message: Outgoing, id_: str) -> list[bytes]:
     return [b"id", id_.encode(), b"headers", headers, b"data", message.data]
 
 
+def scheduled(message: Outgoing, id_: str) -> bytes:
+    """A message that waits to become an entry: headers and id, a line of JSON each, then the body."""
+    lines = (msgspec.json.encode(dict(message.headers)), msgspec.json.encode([id_]), message.data)
+    return b"\n".join(lines)
+
+
 class StreamChannel:
     """One consumer of a group.
 
@@ -103,33 +111,37 @@ class StreamChannel:
         until = loop.time() + timeout
         redis = (await self._transport.connection()).redis
         while True:
-            due, taken = await self._claim(limit)
-            if len(taken) == limit:
-                return taken
-            wait = max(0.0, min(SLICE, until - loop.time(), due))
-            # Block 0 would be for ever.
-            block = None if taken or wait < 0.001 else int(wait * 1000)
-            answer: Any = await redis.xreadgroup(
-                self._group, self._name, {self._source.channel: ">"}, count=limit - len(taken), block=block
-            )
-            for _, entries in answer or ():
-                taken += [StreamDelivery(entry, 1, fields, self._source) for entry, fields in entries]
+            try:
+                taken = await self._take(redis, limit, until - loop.time())
+            except ResponseError as error:
+                if not str(error).startswith("NOGROUP"):
+                    raise
+                await prepare(self._transport, self._source, self._settings)
+                continue
             if taken or self._wakes != wakes or loop.time() >= until:
                 return taken
             await asyncio.sleep(0)
+
+    async def _take(self, redis: Redis, limit: int, wait: float) -> list[Delivery]:
+        due, taken = await self._claim(limit)
+        if len(taken) == limit:
+            return taken
+        wait = min(SLICE, wait, due)
+        # Block 0 would be for ever.
+        block = None if taken or wait < 0.001 else int(wait * 1000)
+        answer: Any = await redis.xreadgroup(
+            self._group, self._name, {self._source.channel: ">"}, count=limit - len(taken), block=block
+        )
+        for _, entries in answer or ():
+            taken += [StreamDelivery(entry, 1, fields, self._source) for entry, fields in entries]
+        return taken
 
     async def _claim(self, limit: int) -> tuple[float, list[Delivery]]:
         """What is due again, and in how many seconds the next will be."""
         now = time.monotonic()
         look = now >= self._look_at
         arguments = [self._group, self._name, _NOBODY, limit, self._lease, int(look)]
-        try:
-            due, claimed, trimmed = await self._run("stream_take", self._keys("due", "scheduled"), arguments)
-        except ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
-                raise
-            await prepare(self._transport, self._source, self._settings)
-            return 0.0, []
+        due, claimed, trimmed = await self._run("stream_take", self._keys("due", "scheduled"), arguments)
         self._joined = True
         if look:
             self._look_at = now + min(1.0, self._settings.lease / 4)
@@ -169,7 +181,9 @@ class StreamChannel:
         if self._joined:
             self._joined = False
             names = [self._group, self._name, _OURS, _NOBODY]
-            await self._run("stream_leave", [self._source.channel], names)
+            # Without a server or a group there is nothing to leave.
+            with contextlib.suppress(RedisError, OSError):
+                await self._run("stream_leave", [self._source.channel], names)
 
     async def _settle(self, delivery: Delivery, what: str, *more: Any, dead: str | None = None) -> None:
         if not isinstance(delivery, StreamDelivery):

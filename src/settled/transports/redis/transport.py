@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-import msgspec
 from redis.asyncio import ConnectionPool, Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as Disconnected
@@ -20,7 +19,7 @@ from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Publis
 from settled.transports.looped import LoopTransport
 from settled.transports.redis.lists import ListChannel, element
 from settled.transports.redis.settings import Options, parse, reading
-from settled.transports.redis.streams import StreamChannel, prepare, written
+from settled.transports.redis.streams import StreamChannel, prepare, scheduled, written
 
 _SCRIPTS = resources.files("settled.transports.redis").joinpath("scripts")
 
@@ -130,8 +129,7 @@ class RedisTransport(LoopTransport[Pool]):
         redis = (await self.connection()).redis
         id_ = message.id or uuid.uuid4().hex
         is_list = self.options.lists or message.subject in self._lists
-        fields = written(message, id_)
-        whole = element(message, id_) if is_list else msgspec.msgpack.encode(fields)
+        whole = element(message, id_) if is_list else scheduled(message, id_)
         if message.delay > 0:
             due = int((time.time() + message.delay) * 1000)
             await redis.zadd(f"{message.subject}:scheduled", {whole: due})
@@ -139,6 +137,6 @@ class RedisTransport(LoopTransport[Pool]):
             await redis.lpush(message.subject, whole)
         else:
             trim = ["MAXLEN", "~", self.options.maxlen] if self.options.maxlen else []
-            await redis.execute_command("XADD", message.subject, *trim, "*", *fields)  # type: ignore[no-untyped-call]
+            await redis.execute_command("XADD", message.subject, *trim, "*", *written(message, id_))  # type: ignore[no-untyped-call]
         self.lost(None)
         return Published(id=id_)

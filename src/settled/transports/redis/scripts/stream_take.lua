@@ -8,7 +8,8 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local taken, trimmed = {}, {}
 
 for _, packed in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 100)) do
-  redis.call('XADD', KEYS[1], '*', unpack(cmsgpack.unpack(packed)))
+  local headers, id, data = string.match(packed, '^([^\n]*)\n([^\n]*)\n(.*)$')
+  redis.call('XADD', KEYS[1], '*', 'id', cjson.decode(id)[1], 'headers', headers, 'data', data)
   redis.call('ZREM', KEYS[3], packed)
 end
 
