@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -332,7 +333,7 @@ def test_a_handler_that_takes_long_keeps_its_partitions(kafka: Cluster) -> None:
         broker.publish(Outgoing(subject=broker.queue, data=b"2"))
         channel = broker.channel()
         slow = one(channel)
-        time.sleep(3)
+        time.sleep(2)
         channel.ack(slow)
         after = one(channel)
         assert after.data == b"2"
@@ -573,3 +574,33 @@ def test_a_share_group_counts_and_names_its_limit(shared: ShareBroker) -> None:
         channel.nack(delivery)
     channel.close()
     assert one(shared.channel()).attempt == 4
+
+
+def test_the_examples_of_the_docs_run(kafka: Cluster) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "brokers" / "kafka.md").read_text()
+    names: dict[str, Any] = {"__name__": "block"}
+    for code in re.findall(r"^```python\n(.*?)^```", page, re.S | re.M):
+        exec(compile(code.replace("kafka://127.0.0.1:9092", address(kafka)), "kafka.md", "exec"), names)
+    for topic in ("orders", "orders.dead", "jobs", "jobs.dead"):
+        kafka.create(topic)
+    app, jobs = names["app"], names["jobs"]
+
+    async def main() -> tuple[Any, Any]:
+        await names["place"](1, 9.5)
+        await names["place"](2, 900.0)
+        await jobs.publish("jobs", {"id": 1})
+        stop = asyncio.Event()
+        running = asyncio.gather(app.serve(stop), jobs.serve(stop))
+        async with asyncio.timeout(60):
+            while (
+                app.status().counts.acked < 1
+                or app.status().counts.rejected < 1
+                or jobs.status().counts.acked < 1
+            ) and not running.done():
+                await asyncio.sleep(0.02)
+        stop.set()
+        return tuple(await running)
+
+    charged, worked = asyncio.run(main())
+    assert (charged.counts.acked, charged.counts.requeued, charged.counts.rejected) == (1, 4, 1)
+    assert worked.counts.acked == 1
