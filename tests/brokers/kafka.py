@@ -107,7 +107,10 @@ def main() -> None:
     assert handle, problem.value
     mock = ctypes.c_void_p(library.rd_kafka_mock_cluster_new(handle, 1))
     library.rd_kafka_mock_set_controller_id(mock, 1)
-    library.rd_kafka_mock_group_initial_rebalance_delay_ms(mock, 0)
+    # With no delay at all, two that join a classic group at the same moment can lock the mock up.
+    library.rd_kafka_mock_group_initial_rebalance_delay_ms(mock, 200)
+    library.rd_kafka_mock_set_group_consumer_heartbeat_interval_ms(mock, 100)
+    library.rd_kafka_mock_set_group_consumer_session_timeout_ms(mock, 1000)
     library.rd_kafka_mock_sharegroup_set_auto_offset_reset(mock, 1)
     library.rd_kafka_mock_sharegroup_set_record_lock_duration(mock, int(LOCK_SECONDS * 1000))
     print(library.rd_kafka_mock_cluster_bootstraps(mock).decode(), flush=True)

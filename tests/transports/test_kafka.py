@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +36,9 @@ from tests.transports.conformance import Conformance, Queue
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 
 LEASE = 1.5
-# The mock lets a member that left, or died, go only when its session is over.
-QUICK = "session.timeout.ms=1000&heartbeat.interval.ms=200"
+# Either group protocol. The mock lets a member of a classic group go only when its session is over.
+CLASSIC = "session.timeout.ms=1000&heartbeat.interval.ms=200"
+NEWER = "group.protocol=consumer"
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,8 @@ def kafka() -> Iterator[Cluster]:
         yield one
 
 
-def address(kafka: Cluster) -> str:
-    return f"kafka://{kafka.address}?{QUICK}"
+def address(kafka: Cluster, query: str = NEWER) -> str:
+    return f"kafka://{kafka.address}?{query}"
 
 
 class KafkaBroker:
@@ -55,11 +57,11 @@ class KafkaBroker:
     counts_attempts = True
     restarts = False
 
-    def __init__(self, kafka: Cluster, settings: KafkaTopic, partitions: int = 1) -> None:
+    def __init__(self, kafka: Cluster, settings: KafkaTopic, partitions: int = 1, query: str = NEWER) -> None:
         self.kafka = kafka
         self.queue = f"orders-{uuid.uuid4().hex[:8]}"
         self.settings = settings
-        self.transport = KafkaTransport(address(kafka))
+        self.transport = KafkaTransport(address(kafka, query))
         self.portal = Portal("test")
         self.channels: list[Channel] = []
         kafka.create(self.queue, partitions)
@@ -123,8 +125,10 @@ class KafkaBroker:
 
 
 @contextlib.contextmanager
-def broker_of(kafka: Cluster, settings: KafkaTopic, partitions: int = 1) -> Iterator[KafkaBroker]:
-    found = KafkaBroker(kafka, settings, partitions)
+def broker_of(
+    kafka: Cluster, settings: KafkaTopic, partitions: int = 1, query: str = NEWER
+) -> Iterator[KafkaBroker]:
+    found = KafkaBroker(kafka, settings, partitions, query)
     try:
         yield found
     finally:
@@ -138,7 +142,10 @@ def broker(kafka: Cluster) -> Iterator[KafkaBroker]:
 
 
 class TestKafka(Conformance):
-    pass
+    @pytest.fixture
+    def broker(self, kafka: Cluster) -> Iterator[KafkaBroker]:
+        with broker_of(kafka, KafkaTopic(lease=LEASE), query=CLASSIC) as found:
+            yield found
 
 
 def bodies(deliveries: Sequence[Any]) -> list[bytes]:
@@ -249,8 +256,9 @@ def test_without_order_what_is_behind_a_failed_message_goes_on(kafka: Cluster) -
         assert one(broker.channel()).data == b"0"
 
 
-def test_a_partition_that_went_to_another_consumer_cannot_be_settled_here(kafka: Cluster) -> None:
-    with broker_of(kafka, KafkaTopic(), partitions=2) as broker:
+@pytest.mark.parametrize("query", [CLASSIC, NEWER], ids=["classic", "newer"])
+def test_a_partition_that_went_to_another_consumer_cannot_be_settled_here(kafka: Cluster, query: str) -> None:
+    with broker_of(kafka, KafkaTopic(), partitions=2, query=query) as broker:
         for number in range(20):
             broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number, lane=str(number % 5)))
         here, there = broker.channel(), broker.channel()
@@ -320,13 +328,12 @@ def test_a_consumer_goes_on_when_the_brokers_are_back(broker: KafkaBroker) -> No
 
 
 def test_a_handler_that_takes_long_keeps_its_partitions(kafka: Cluster) -> None:
-    with broker_of(kafka, KafkaTopic()) as broker:
-        broker.transport = KafkaTransport(address(kafka) + "&max.poll.interval.ms=1000")
+    with broker_of(kafka, KafkaTopic(), query=f"{CLASSIC}&max.poll.interval.ms=1000") as broker:
         broker.publish(Outgoing(subject=broker.queue, data=b"1"))
         broker.publish(Outgoing(subject=broker.queue, data=b"2"))
         channel = broker.channel()
         slow = one(channel)
-        time.sleep(3)
+        time.sleep(2)
         channel.ack(slow)
         after = one(channel)
         assert after.data == b"2"
@@ -529,7 +536,7 @@ class TestShareGroup(Conformance):
         assert not queue.channel.capabilities.extends
 
     def test_a_message_given_back_goes_to_another_consumer(self, queue: Queue) -> None:
-        """Both are members before the first message: the mock drops the locks of a member when another joins."""
+        """Both are members before the first message: the mock drops one's locks when another joins."""
         channels = [queue.channel, queue.broker.channel()]
         queue.publish(b"1")
         deadline = time.monotonic() + 60
@@ -567,3 +574,33 @@ def test_a_share_group_counts_and_names_its_limit(shared: ShareBroker) -> None:
         channel.nack(delivery)
     channel.close()
     assert one(shared.channel()).attempt == 4
+
+
+def test_the_examples_of_the_docs_run(kafka: Cluster) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "brokers" / "kafka.md").read_text()
+    names: dict[str, Any] = {"__name__": "block"}
+    for code in re.findall(r"^```python\n(.*?)^```", page, re.S | re.M):
+        exec(compile(code.replace("kafka://127.0.0.1:9092", address(kafka)), "kafka.md", "exec"), names)
+    for topic in ("orders", "orders.dead", "jobs", "jobs.dead"):
+        kafka.create(topic)
+    app, jobs = names["app"], names["jobs"]
+
+    async def main() -> tuple[Any, Any]:
+        await names["place"](1, 9.5)
+        await names["place"](2, 900.0)
+        await jobs.publish("jobs", {"id": 1})
+        stop = asyncio.Event()
+        running = asyncio.gather(app.serve(stop), jobs.serve(stop))
+        async with asyncio.timeout(60):
+            while (
+                app.status().counts.acked < 1
+                or app.status().counts.rejected < 1
+                or jobs.status().counts.acked < 1
+            ) and not running.done():
+                await asyncio.sleep(0.02)
+        stop.set()
+        return tuple(await running)
+
+    charged, worked = asyncio.run(main())
+    assert (charged.counts.acked, charged.counts.requeued, charged.counts.rejected) == (1, 4, 1)
+    assert worked.counts.acked == 1
