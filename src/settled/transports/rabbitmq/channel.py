@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections import deque
+from bisect import insort
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import count
 from typing import Protocol
 
 from aiormq.abc import AbstractChannel, DeliveredMessage
@@ -36,6 +37,8 @@ logger = logging.getLogger("settled")
 _IN_ORDER_WITHIN = 0.05
 # How long what came from the queue waits for a message that was given back and belongs before it.
 _BACK_WITHIN = 5.0
+# The same, where another consumer may have taken it.
+_BACK_OR_ELSEWHERE_WITHIN = 0.3
 
 
 class Reader(Protocol):
@@ -66,7 +69,7 @@ def capabilities(facts: Facts | None) -> Capabilities:
 class RabbitDelivery(Delivery):
     """A delivery that is open as long as the AMQP channel it came through."""
 
-    __slots__ = ("amqp", "counted", "facts", "tag")
+    __slots__ = ("amqp", "counted", "facts", "has_id", "place", "tag")
 
     def __init__(self, message: DeliveredMessage, subject: str) -> None:
         properties = message.header.properties
@@ -83,6 +86,9 @@ class RabbitDelivery(Delivery):
             attempt=1 + self.counted + _number(headers.get(FAILURES)),
         )
         self.amqp = message.channel
+        self.has_id = bool(properties.message_id)
+        # Where it stands among all that came: the same as before if it was given back.
+        self.place = 0
         assert isinstance(message.delivery, Basic.Deliver)  # noqa: S101
         self.tag = int(message.delivery.delivery_tag or 0)
         self.facts = (properties.timestamp, message.delivery.consumer_tag)
@@ -107,11 +113,12 @@ class RabbitChannel:
         self._amqp: AbstractChannel | None = None
         self._consumer: str | None = None
         self._prefetch = 0
-        self._inbox: deque[RabbitDelivery] = deque()
+        self._inbox: list[RabbitDelivery] = []
         self._out: dict[int, RabbitDelivery] = {}
         self._returning: dict[int, RabbitDelivery] = {}
-        self._gave_back: dict[str, int] = {}
-        self._back_until = 0.0
+        self._places = count()
+        self._missing: dict[str, int] = {}
+        self._missing_until = 0.0
         self._later: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._bell = asyncio.Event()
@@ -125,9 +132,7 @@ class RabbitChannel:
             self._bell.clear()
             async with self._turn:
                 await self._consume(limit)
-            if self._inbox and self._first_is_back():
-                taken = [self._inbox.popleft() for _ in range(min(limit, len(self._inbox)))]
-                self._out.update((delivery.tag, delivery) for delivery in taken)
+            if taken := self._take(limit):
                 return taken
             left = until - loop.time()
             if self._wakes != wakes or left <= 0:
@@ -135,21 +140,21 @@ class RabbitChannel:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._bell.wait(), min(left, 1.0))
 
-    def _first_is_back(self) -> bool:
-        """Put what was given back before what was behind it; False if it is still to come.
+    def _take(self, limit: int) -> list[RabbitDelivery]:
+        """The next of what has come, but nothing before a message that was given back and came before it.
 
-        What was on its way to us when we stopped the flow is returned by the broker itself, and so came to
-        the queue before what we returned.
+        What was on its way to us when we stopped the flow is returned by the broker itself, and so was in the
+        queue again before what we returned.
         """
-        order = self._gave_back
-        if order:
-            first = min(order, key=order.__getitem__)
-            late = asyncio.get_running_loop().time() >= self._back_until
-            if not late and all(delivery.id != first for delivery in self._inbox):
-                return False
-            self._inbox = deque(sorted(self._inbox, key=lambda d: order.get(d.id, len(order))))
-            self._gave_back = {}
-        return True
+        if self._missing and asyncio.get_running_loop().time() >= self._missing_until:
+            self._missing.clear()
+        first = min(self._missing.values(), default=None)
+        taken = self._inbox[:limit]
+        if first is not None:
+            taken = [delivery for delivery in taken if delivery.place < first]
+        del self._inbox[: len(taken)]
+        self._out.update((delivery.tag, delivery) for delivery in taken)
+        return taken
 
     async def _consume(self, limit: int) -> None:
         """See to it that messages come: a channel, room for them, and a consumer."""
@@ -175,7 +180,7 @@ class RabbitChannel:
         self._inbox.clear()
         self._out.clear()
         self._returning.clear()
-        self._gave_back.clear()
+        self._missing.clear()
         self._consumer = None
         link = await self._reader.connection()
         self._amqp = amqp = await link.channel()
@@ -201,7 +206,10 @@ class RabbitChannel:
 
     async def _arrived(self, message: DeliveredMessage) -> None:
         if message.channel is self._amqp:
-            self._inbox.append(RabbitDelivery(message, self._source.channel))
+            delivery = RabbitDelivery(message, self._source.channel)
+            place = self._missing.pop(delivery.id, None)
+            delivery.place = next(self._places) if place is None else place
+            insort(self._inbox, delivery, key=_place)
             self._bell.set()
 
     async def ack(self, delivery: Delivery) -> None:
@@ -213,7 +221,7 @@ class RabbitChannel:
     async def nack(self, delivery: Delivery) -> None:
         mine = self._mine(delivery)
         self._returning[mine.tag] = self._out.pop(mine.tag)
-        if all(tag > mine.tag for tag in self._out):
+        if all(one.place > mine.place for one in self._out.values()):
             async with self._turn:
                 await self._give_back()
         else:
@@ -305,20 +313,18 @@ class RabbitChannel:
         """Stop the flow, so that nothing comes back to us at once, and return what waits for that."""
         amqp = self._amqp
         if self._returning and amqp is not None and not amqp.is_closed:
+            declared = await amqp.queue_declare(self._queue.name, passive=True)
             await self._stop(amqp)
             back = await self._return()
-            self._gave_back = {}
             if self._queue.type != "classic":
-                declared = await amqp.queue_declare(self._queue.name, passive=True)
-                if not declared.consumer_count:
-                    # Nobody else can have had them.
-                    self._gave_back = {delivery.id: place for place, delivery in enumerate(back)}
-                    self._back_until = asyncio.get_running_loop().time() + _BACK_WITHIN
+                self._missing |= {one.id: one.place for one in back if one.has_id}
+                wait = _BACK_WITHIN if (declared.consumer_count or 0) <= 1 else _BACK_OR_ELSEWHERE_WITHIN
+                self._missing_until = asyncio.get_running_loop().time() + wait
             self._bell.set()
 
     async def _return(self) -> list[RabbitDelivery]:
         """Oldest first: a quorum queue hands out what it got back in the order it came."""
-        back = sorted([*self._inbox, *self._returning.values()], key=lambda delivery: delivery.tag)
+        back = sorted([*self._inbox, *self._returning.values()], key=_place)
         self._inbox.clear()
         self._returning.clear()
         queue = self._queue
@@ -377,6 +383,10 @@ class RabbitChannel:
 def dead_letters_of(queue: str) -> str:
     """Where dead letters go that a subscription named no channel for."""
     return f"{queue}.dead"
+
+
+def _place(delivery: RabbitDelivery) -> int:
+    return delivery.place
 
 
 def _number(value: object) -> int:
