@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import ssl
 import time
 import uuid
@@ -25,6 +26,8 @@ from tests.brokers.mosquitto import Mosquitto, mosquitto
 from tests.conftest import Order
 from tests.transports.conformance import Conformance, Queue
 from tests.transports.crashing import MESSAGES, consume_with_crashes
+
+PAGE = Path(__file__).parents[2] / "docs" / "brokers" / "mqtt.md"
 
 
 @pytest.fixture(scope="module")
@@ -412,6 +415,28 @@ def test_an_app_settles_every_message_one_way(broker: MqttBroker) -> None:
         [(n, 1) for n in range(9)] + [(n, attempt) for n in (2, 5, 8) for attempt in (2, 3)]
     )
     assert app.status().counts.settle_failed == 0
+
+
+def test_the_example_of_the_docs_checks_defers_and_buries(
+    server: Mosquitto, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+    names: dict[str, Any] = {"__name__": "shop"}
+    exec(compile(code.replace("mqtt://127.0.0.1:1883", server.url), PAGE.name, "exec"), names)
+    app: App = names["app"]
+
+    async def fill() -> None:
+        for subscription in app.subscriptions:
+            await app.transport.prepare(subscription.source)  # type: ignore[attr-defined]
+        for celsius in (20.0, -300.0, 95.0):
+            await app.publish("plant/7/temperature", {"sensor": "t7", "celsius": celsius})
+
+    def settled() -> bool:
+        checked, kept = (subscription.counts for subscription in app.status().subscriptions)
+        return (checked.acked, checked.rejected, kept.left) == (1, 1, 1) and checked.requeued >= 1
+
+    run_until(app, settled, fill())
+    assert capsys.readouterr().out == "t7 colder than possible\n"
 
 
 def test_none_of_ten_thousand_messages_is_lost_when_the_consumer_is_killed_again_and_again(

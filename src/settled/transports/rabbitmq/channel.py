@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
 from bisect import insort
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import count
@@ -15,7 +14,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from aiormq.exceptions import AMQPError
 from pamqp.commands import Basic
 
-from settled.message import Delivery, Metadata
+from settled.message import Delivery
 from settled.settlement import Reason, Reject
 from settled.transports.base import (
     Attempts,
@@ -23,12 +22,12 @@ from settled.transports.base import (
     DelayMeans,
     LeaseLost,
     NackMeans,
-    Outgoing,
     RejectMeans,
     Source,
 )
 from settled.transports.letters import destination, letter
-from settled.transports.rabbitmq.link import FAILURES, Link, plain
+from settled.transports.rabbitmq.delivery import RabbitDelivery
+from settled.transports.rabbitmq.link import Link
 from settled.transports.rabbitmq.queues import Facts
 
 logger = logging.getLogger("settled")
@@ -66,38 +65,6 @@ def capabilities(facts: Facts | None) -> Capabilities:
     )
 
 
-class RabbitDelivery(Delivery):
-    """A delivery that is open as long as the AMQP channel it came through."""
-
-    __slots__ = ("amqp", "counted", "facts", "has_id", "place", "tag")
-
-    def __init__(self, message: DeliveredMessage, subject: str) -> None:
-        properties = message.header.properties
-        headers = properties.headers or {}
-        self.counted = _number(headers.get("x-delivery-count"))
-        own = plain(headers)
-        if properties.content_type:
-            own["content-type"] = properties.content_type
-        super().__init__(
-            id=properties.message_id or uuid.uuid4().hex,
-            subject=subject,
-            data=message.body,
-            headers=own,
-            attempt=1 + self.counted + _number(headers.get(FAILURES)),
-        )
-        self.amqp = message.channel
-        self.has_id = bool(properties.message_id)
-        # Where it stands among all that came: the same as before if it was given back.
-        self.place = 0
-        assert isinstance(message.delivery, Basic.Deliver)  # noqa: S101
-        self.tag = int(message.delivery.delivery_tag or 0)
-        self.facts = (properties.timestamp, message.delivery.consumer_tag)
-
-    def metadata(self) -> Metadata:
-        timestamp, consumer = self.facts
-        return Metadata(timestamp=timestamp, redelivery_count=self.attempt - 1, consumer=consumer)
-
-
 class RabbitChannel:
     """The awaitable channel.
 
@@ -119,7 +86,8 @@ class RabbitChannel:
         self._places = count()
         self._missing: dict[str, int] = {}
         self._missing_until = 0.0
-        self._later: set[asyncio.Task[None]] = set()
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._late: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._bell = asyncio.Event()
         self._wakes = 0
@@ -261,8 +229,10 @@ class RabbitChannel:
             self._loop.call_soon_threadsafe(self._bell.set)
 
     async def close(self) -> None:
-        for task in list(self._later):
-            task.cancel()
+        for timer in self._timers:
+            timer.cancel()
+        if self._late:
+            await asyncio.wait(self._late)
         amqp = self._amqp
         if amqp is None or amqp.is_closed:
             return
@@ -296,8 +266,9 @@ class RabbitChannel:
     async def _copy(self, mine: RabbitDelivery, *, failures: int, delay: float = 0.0) -> None:
         """Put a copy into the queue, or into one where it waits, and be done with the original."""
         link, queue = await self._reader.connection(), self._queue
-        copy = Outgoing(subject=queue.name, data=mine.data, headers=mine.headers, id=mine.id)
-        await link.publish(copy, failures=failures, delay=delay, kind=queue.type or "")
+        await link.publish_again(
+            mine.data, mine.properties, queue.name, failures, delay, queue.type or "classic"
+        )
         await self._finish(mine)
 
     async def _stop(self, amqp: AbstractChannel) -> None:
@@ -317,7 +288,7 @@ class RabbitChannel:
             await self._stop(amqp)
             back = await self._return()
             if self._queue.type != "classic":
-                self._missing |= {one.id: one.place for one in back if one.has_id}
+                self._missing |= {one.id: one.place for one in back if one.properties.message_id}
                 wait = _BACK_WITHIN if (declared.consumer_count or 0) <= 1 else _BACK_OR_ELSEWHERE_WITHIN
                 self._missing_until = asyncio.get_running_loop().time() + wait
             self._bell.set()
@@ -368,16 +339,20 @@ class RabbitChannel:
             await self._give_back_in_turn()
 
     def _soon(self, seconds: float, call: Callable[[], Awaitable[None]]) -> None:
-        async def later() -> None:
-            await asyncio.sleep(seconds)
+        async def now() -> None:
             try:
                 await call()
             except Exception as error:
                 logger.warning("rabbitmq: %s: %s: %s", self._source.channel, type(error).__name__, error)
 
-        task = asyncio.create_task(later())
-        self._later.add(task)
-        task.add_done_callback(self._later.discard)
+        def due() -> None:
+            self._timers.discard(timer)
+            task = asyncio.create_task(now())
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+
+        timer = asyncio.get_running_loop().call_later(seconds, due)
+        self._timers.add(timer)
 
 
 def dead_letters_of(queue: str) -> str:
@@ -387,7 +362,3 @@ def dead_letters_of(queue: str) -> str:
 
 def _place(delivery: RabbitDelivery) -> int:
     return delivery.place
-
-
-def _number(value: object) -> int:
-    return value if isinstance(value, int) else 0
