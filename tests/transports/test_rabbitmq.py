@@ -130,7 +130,11 @@ def broker(request: pytest.FixtureRequest, open_broker: Callable[..., RabbitBrok
     return open_broker(type=request.param)
 
 
-class TestRabbitMQ(Conformance):
+class TestQuorumQueue(Conformance):
+    @pytest.fixture
+    def broker(self, open_broker: Callable[..., RabbitBroker]) -> RabbitBroker:
+        return open_broker(type="quorum")
+
     def test_an_unsettled_message_comes_again_when_its_lease_is_over(self, queue: Queue) -> None:
         """There is no lease that runs out: it is the consumer's as long as that has its channel."""
         queue.publish(b"1")
@@ -140,6 +144,23 @@ class TestRabbitMQ(Conformance):
         again = Queue(queue.broker, queue.broker.channel())
         again.channel.ack(again.one())
         assert again.empty()
+
+
+class TestClassicQueue:
+    """What a classic queue does in its own way; the rest is the same code as above."""
+
+    @pytest.fixture
+    def broker(self, open_broker: Callable[..., RabbitBroker]) -> RabbitBroker:
+        return open_broker(type="classic")
+
+    queue = Conformance.queue
+    test_whole = Conformance.test_what_is_published_is_received_whole
+    test_nack = Conformance.test_a_nacked_message_is_there_at_once
+    test_delay = Conformance.test_a_requeued_message_comes_after_its_delay_and_counts
+    test_immediate_requeue = Conformance.test_a_requeue_of_no_delay_is_immediate
+    test_dead_letters = Conformance.test_a_rejected_message_is_a_dead_letter_with_its_body_and_error
+    test_another_consumer = Conformance.test_a_message_given_back_goes_to_another_consumer
+    test_async_face = Conformance.test_the_async_face_does_the_same
 
 
 def test_ac_13_a_nack_on_rabbitmq_makes_the_message_ready_at_once(broker: RabbitBroker) -> None:

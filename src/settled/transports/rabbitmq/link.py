@@ -42,6 +42,7 @@ class Link:
         self._connection: AbstractConnection | None = None
         self._publisher: AbstractChannel | None = None
         self._opening = asyncio.Lock()
+        self._opening_publisher = asyncio.Lock()
         self._parking: dict[str, float] = {}
 
     @property
@@ -152,7 +153,9 @@ class Link:
 
     async def _publishing(self) -> AbstractChannel:
         if self._publisher is None or self._publisher.is_closed:
-            self._publisher = await self.channel(confirms=True)
+            async with self._opening_publisher:
+                if self._publisher is None or self._publisher.is_closed:
+                    self._publisher = await self.channel(confirms=True)
         return self._publisher
 
     async def _park(self, exchange: str, key: str, delay: float, kind: str) -> str:
