@@ -16,7 +16,7 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def wait_for(port: int, alive: Callable[[], bool], timeout: float = 120) -> bool:
+def wait_for(port: int, alive: Callable[[], bool], timeout: float = 240) -> bool:
     """Whether somebody listens on the port before the time is over or the server has ended."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and alive():

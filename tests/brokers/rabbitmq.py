@@ -24,7 +24,8 @@ class RabbitServer:
         self.directory = Path(tempfile.mkdtemp(prefix="settled-rabbitmq-"))
         self.port, self.tls_port, self._dist_port, self._epmd_port = free_ports(4)
         self.ca = trustme.CA()
-        self._erlang = root / "usr" / "lib" / "erlang"
+        # What the machine has installed already was not fetched.
+        self._erlang = next(p for p in (root / "usr/lib/erlang", Path("/usr/lib/erlang")) if p.exists())
         self._runtime = next(self._erlang.glob("erts-*")) / "bin"
         (self._script,) = root.glob("usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin/rabbitmq-server")
         self._environment = self._configure(environment(root))

@@ -109,7 +109,13 @@ class Session:
                 await wire.close()
             if wire is None or not wire.is_open:
                 if wire is not None and wire.why and wire.why != "closed":
-                    logger.warning("mqtt: %s as %s: %s", self._topic, self.client_id, wire.why)
+                    logger.warning(
+                        "mqtt: %s: connection of client %s lost: %s; if it goes on, another process has the "
+                        "same client_id",
+                        self._topic,
+                        self.client_id,
+                        wire.why,
+                    )
                 wire = await self._open()
             return wire
 
@@ -196,11 +202,8 @@ class Session:
             logger.debug("mqtt: %s: a message with QoS 0 comes once at most", message.topic)
         if message.dup and message.mid in self._held:
             return
-        before = self._failures.get(message.mid) if message.dup else None
-        if before is None:
-            # One that another process had in hand was delivered at least once.
-            before = 1 if message.dup else 0
-            self._failures.pop(message.mid, None)
+        # That it is a duplicate tells nothing of how often it came: brokers also mark what they only queued.
+        before = self._failures.pop(message.mid, 0) if message.dup else 0
         delivery = MqttDelivery(message, before + 1, self.client_id)
         self._held[message.mid] = delivery
         self._inbox.append(delivery)

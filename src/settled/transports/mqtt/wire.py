@@ -23,7 +23,6 @@ MESSAGE_ID = "message-id"
 
 _MISC_EVERY = 1.0
 _UNHEARD = 0x10
-_TAKEN_OVER = 0x8E
 
 
 class PublishFailed(Exception):
@@ -186,11 +185,7 @@ class Wire:
     def _disconnected(
         self, _client: Client, _data: Any, flags: DisconnectFlags, code: ReasonCode, _: Properties | None
     ) -> None:
-        self._lose(
-            "another client has taken over its id: every process needs a client_id of its own"
-            if code.value == _TAKEN_OVER
-            else code.getName()
-        )
+        self._lose(code.getName())
 
     def _answered(
         self, _client: Client, _data: Any, mid: int, code: ReasonCode, _: Properties | None

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
-from collections import deque
+from bisect import insort
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import count
 from typing import Protocol
 
 from aiormq.abc import AbstractChannel, DeliveredMessage
 from aiormq.exceptions import AMQPError
 from pamqp.commands import Basic
 
-from settled.message import Delivery, Metadata
+from settled.message import Delivery
 from settled.settlement import Reason, Reject
 from settled.transports.base import (
     Attempts,
@@ -22,12 +22,12 @@ from settled.transports.base import (
     DelayMeans,
     LeaseLost,
     NackMeans,
-    Outgoing,
     RejectMeans,
     Source,
 )
 from settled.transports.letters import destination, letter
-from settled.transports.rabbitmq.link import FAILURES, Link, plain
+from settled.transports.rabbitmq.delivery import RabbitDelivery
+from settled.transports.rabbitmq.link import Link
 from settled.transports.rabbitmq.queues import Facts
 
 logger = logging.getLogger("settled")
@@ -36,6 +36,8 @@ logger = logging.getLogger("settled")
 _IN_ORDER_WITHIN = 0.05
 # How long what came from the queue waits for a message that was given back and belongs before it.
 _BACK_WITHIN = 5.0
+# The same, where another consumer may have taken it.
+_BACK_OR_ELSEWHERE_WITHIN = 0.3
 
 
 class Reader(Protocol):
@@ -63,35 +65,6 @@ def capabilities(facts: Facts | None) -> Capabilities:
     )
 
 
-class RabbitDelivery(Delivery):
-    """A delivery that is open as long as the AMQP channel it came through."""
-
-    __slots__ = ("amqp", "counted", "facts", "tag")
-
-    def __init__(self, message: DeliveredMessage, subject: str) -> None:
-        properties = message.header.properties
-        headers = properties.headers or {}
-        self.counted = _number(headers.get("x-delivery-count"))
-        own = plain(headers)
-        if properties.content_type:
-            own["content-type"] = properties.content_type
-        super().__init__(
-            id=properties.message_id or uuid.uuid4().hex,
-            subject=subject,
-            data=message.body,
-            headers=own,
-            attempt=1 + self.counted + _number(headers.get(FAILURES)),
-        )
-        self.amqp = message.channel
-        assert isinstance(message.delivery, Basic.Deliver)  # noqa: S101
-        self.tag = int(message.delivery.delivery_tag or 0)
-        self.facts = (properties.timestamp, message.delivery.consumer_tag)
-
-    def metadata(self) -> Metadata:
-        timestamp, consumer = self.facts
-        return Metadata(timestamp=timestamp, redelivery_count=self.attempt - 1, consumer=consumer)
-
-
 class RabbitChannel:
     """The awaitable channel.
 
@@ -107,12 +80,14 @@ class RabbitChannel:
         self._amqp: AbstractChannel | None = None
         self._consumer: str | None = None
         self._prefetch = 0
-        self._inbox: deque[RabbitDelivery] = deque()
+        self._inbox: list[RabbitDelivery] = []
         self._out: dict[int, RabbitDelivery] = {}
         self._returning: dict[int, RabbitDelivery] = {}
-        self._gave_back: dict[str, int] = {}
-        self._back_until = 0.0
-        self._later: set[asyncio.Task[None]] = set()
+        self._places = count()
+        self._missing: dict[str, int] = {}
+        self._missing_until = 0.0
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._late: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._bell = asyncio.Event()
         self._wakes = 0
@@ -125,9 +100,7 @@ class RabbitChannel:
             self._bell.clear()
             async with self._turn:
                 await self._consume(limit)
-            if self._inbox and self._first_is_back():
-                taken = [self._inbox.popleft() for _ in range(min(limit, len(self._inbox)))]
-                self._out.update((delivery.tag, delivery) for delivery in taken)
+            if taken := self._take(limit):
                 return taken
             left = until - loop.time()
             if self._wakes != wakes or left <= 0:
@@ -135,21 +108,21 @@ class RabbitChannel:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._bell.wait(), min(left, 1.0))
 
-    def _first_is_back(self) -> bool:
-        """Put what was given back before what was behind it; False if it is still to come.
+    def _take(self, limit: int) -> list[RabbitDelivery]:
+        """The next of what has come, but nothing before a message that was given back and came before it.
 
-        What was on its way to us when we stopped the flow is returned by the broker itself, and so came to
-        the queue before what we returned.
+        What was on its way to us when we stopped the flow is returned by the broker itself, and so was in the
+        queue again before what we returned.
         """
-        order = self._gave_back
-        if order:
-            first = min(order, key=order.__getitem__)
-            late = asyncio.get_running_loop().time() >= self._back_until
-            if not late and all(delivery.id != first for delivery in self._inbox):
-                return False
-            self._inbox = deque(sorted(self._inbox, key=lambda d: order.get(d.id, len(order))))
-            self._gave_back = {}
-        return True
+        if self._missing and asyncio.get_running_loop().time() >= self._missing_until:
+            self._missing.clear()
+        first = min(self._missing.values(), default=None)
+        taken = self._inbox[:limit]
+        if first is not None:
+            taken = [delivery for delivery in taken if delivery.place < first]
+        del self._inbox[: len(taken)]
+        self._out.update((delivery.tag, delivery) for delivery in taken)
+        return taken
 
     async def _consume(self, limit: int) -> None:
         """See to it that messages come: a channel, room for them, and a consumer."""
@@ -175,7 +148,7 @@ class RabbitChannel:
         self._inbox.clear()
         self._out.clear()
         self._returning.clear()
-        self._gave_back.clear()
+        self._missing.clear()
         self._consumer = None
         link = await self._reader.connection()
         self._amqp = amqp = await link.channel()
@@ -201,7 +174,10 @@ class RabbitChannel:
 
     async def _arrived(self, message: DeliveredMessage) -> None:
         if message.channel is self._amqp:
-            self._inbox.append(RabbitDelivery(message, self._source.channel))
+            delivery = RabbitDelivery(message, self._source.channel)
+            place = self._missing.pop(delivery.id, None)
+            delivery.place = next(self._places) if place is None else place
+            insort(self._inbox, delivery, key=_place)
             self._bell.set()
 
     async def ack(self, delivery: Delivery) -> None:
@@ -213,7 +189,7 @@ class RabbitChannel:
     async def nack(self, delivery: Delivery) -> None:
         mine = self._mine(delivery)
         self._returning[mine.tag] = self._out.pop(mine.tag)
-        if all(tag > mine.tag for tag in self._out):
+        if all(one.place > mine.place for one in self._out.values()):
             async with self._turn:
                 await self._give_back()
         else:
@@ -253,8 +229,10 @@ class RabbitChannel:
             self._loop.call_soon_threadsafe(self._bell.set)
 
     async def close(self) -> None:
-        for task in list(self._later):
-            task.cancel()
+        for timer in self._timers:
+            timer.cancel()
+        if self._late:
+            await asyncio.wait(self._late)
         amqp = self._amqp
         if amqp is None or amqp.is_closed:
             return
@@ -288,8 +266,9 @@ class RabbitChannel:
     async def _copy(self, mine: RabbitDelivery, *, failures: int, delay: float = 0.0) -> None:
         """Put a copy into the queue, or into one where it waits, and be done with the original."""
         link, queue = await self._reader.connection(), self._queue
-        copy = Outgoing(subject=queue.name, data=mine.data, headers=mine.headers, id=mine.id)
-        await link.publish(copy, failures=failures, delay=delay, kind=queue.type or "")
+        await link.publish_again(
+            mine.data, mine.properties, queue.name, failures, delay, queue.type or "classic"
+        )
         await self._finish(mine)
 
     async def _stop(self, amqp: AbstractChannel) -> None:
@@ -305,20 +284,18 @@ class RabbitChannel:
         """Stop the flow, so that nothing comes back to us at once, and return what waits for that."""
         amqp = self._amqp
         if self._returning and amqp is not None and not amqp.is_closed:
+            declared = await amqp.queue_declare(self._queue.name, passive=True)
             await self._stop(amqp)
             back = await self._return()
-            self._gave_back = {}
             if self._queue.type != "classic":
-                declared = await amqp.queue_declare(self._queue.name, passive=True)
-                if not declared.consumer_count:
-                    # Nobody else can have had them.
-                    self._gave_back = {delivery.id: place for place, delivery in enumerate(back)}
-                    self._back_until = asyncio.get_running_loop().time() + _BACK_WITHIN
+                self._missing |= {one.id: one.place for one in back if one.properties.message_id}
+                wait = _BACK_WITHIN if (declared.consumer_count or 0) <= 1 else _BACK_OR_ELSEWHERE_WITHIN
+                self._missing_until = asyncio.get_running_loop().time() + wait
             self._bell.set()
 
     async def _return(self) -> list[RabbitDelivery]:
         """Oldest first: a quorum queue hands out what it got back in the order it came."""
-        back = sorted([*self._inbox, *self._returning.values()], key=lambda delivery: delivery.tag)
+        back = sorted([*self._inbox, *self._returning.values()], key=_place)
         self._inbox.clear()
         self._returning.clear()
         queue = self._queue
@@ -362,16 +339,20 @@ class RabbitChannel:
             await self._give_back_in_turn()
 
     def _soon(self, seconds: float, call: Callable[[], Awaitable[None]]) -> None:
-        async def later() -> None:
-            await asyncio.sleep(seconds)
+        async def now() -> None:
             try:
                 await call()
             except Exception as error:
                 logger.warning("rabbitmq: %s: %s: %s", self._source.channel, type(error).__name__, error)
 
-        task = asyncio.create_task(later())
-        self._later.add(task)
-        task.add_done_callback(self._later.discard)
+        def due() -> None:
+            self._timers.discard(timer)
+            task = asyncio.create_task(now())
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+
+        timer = asyncio.get_running_loop().call_later(seconds, due)
+        self._timers.add(timer)
 
 
 def dead_letters_of(queue: str) -> str:
@@ -379,5 +360,5 @@ def dead_letters_of(queue: str) -> str:
     return f"{queue}.dead"
 
 
-def _number(value: object) -> int:
-    return value if isinstance(value, int) else 0
+def _place(delivery: RabbitDelivery) -> int:
+    return delivery.place

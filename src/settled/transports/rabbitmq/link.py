@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +19,9 @@ from settled.transports.base import Outgoing
 
 FAILURES = "settled-failures"
 """The header of a copy that is sent round again: how often the message failed before."""
+
+BROKERS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-acquired-count")
+"""How the headers begin that the broker sets."""
 
 _OUTLIVES_BY = 60_000
 _LONGEST = 2**32 - 1 - _OUTLIVES_BY
@@ -40,6 +42,7 @@ class Link:
         self._connection: AbstractConnection | None = None
         self._publisher: AbstractChannel | None = None
         self._opening = asyncio.Lock()
+        self._opening_publisher = asyncio.Lock()
         self._parking: dict[str, float] = {}
 
     @property
@@ -83,7 +86,7 @@ class Link:
         return True
 
     async def publish(
-        self, message: Outgoing, *, exchange: str = "", failures: int = 0, delay: float = 0.0, kind: str = ""
+        self, message: Outgoing, *, exchange: str = "", delay: float = 0.0, kind: str = ""
     ) -> str:
         """Hand a message over, to wait for `delay` seconds first; done when the broker has it on disk.
 
@@ -91,8 +94,6 @@ class Link:
         """
         identity = message.id or uuid.uuid4().hex
         headers: dict[str, Any] = {k: v for k, v in message.headers.items() if k.lower() != "content-type"}
-        if failures:
-            headers[FAILURES] = failures
         properties = Basic.Properties(
             message_id=identity,
             content_type=content_type_of(message.headers),
@@ -100,13 +101,39 @@ class Link:
             delivery_mode=2,
             timestamp=datetime.now(UTC),
         )
-        key = message.subject
+        await self._publish(message.data, properties, exchange, message.subject, delay, kind)
+        return identity
+
+    async def publish_again(
+        self, body: bytes, original: Basic.Properties, queue: str, failures: int, delay: float, kind: str
+    ) -> None:
+        """Put a copy of a message into its queue, or into one where it waits."""
+        headers = {k: v for k, v in (original.headers or {}).items() if not k.startswith(BROKERS)}
+        properties = Basic.Properties(
+            message_id=original.message_id,
+            content_type=original.content_type,
+            content_encoding=original.content_encoding,
+            correlation_id=original.correlation_id,
+            reply_to=original.reply_to,
+            message_type=original.message_type,
+            app_id=original.app_id,
+            priority=original.priority,
+            headers={**headers, FAILURES: failures},
+            delivery_mode=2,
+            timestamp=original.timestamp,
+        )
+        await self._publish(body, properties, "", queue, delay, kind)
+
+    async def _publish(
+        self, body: bytes, properties: Basic.Properties, exchange: str, subject: str, delay: float, kind: str
+    ) -> None:
+        key = subject
         if delay > 0:
             exchange, key = "", await self._park(exchange, key, delay, kind)
         try:
             channel = await self._publishing()
             await channel.basic_publish(
-                message.data,
+                body,
                 exchange=exchange,
                 routing_key=key,
                 properties=properties,
@@ -115,19 +142,20 @@ class Link:
             )
         except PublishError as error:
             where = f"exchange {exchange!r} has no queue for key" if exchange else "there is no queue"
-            raise PublishFailed(f"publish to {message.subject!r}: {where} {key!r}") from error
+            raise PublishFailed(f"publish to {subject!r}: {where} {key!r}") from error
         except ChannelNotFoundEntity as error:
-            raise PublishFailed(f"publish to {message.subject!r}: {error}") from error
+            raise PublishFailed(f"publish to {subject!r}: {error}") from error
         except DeliveryError as error:
             why = "the broker refused it; is its queue full?"
-            raise PublishFailed(f"publish to {message.subject!r}: {why}") from error
+            raise PublishFailed(f"publish to {subject!r}: {why}") from error
         except (TimeoutError, AMQPError, OSError) as error:
-            raise PublishFailed(f"publish to {message.subject!r}: {error or 'no answer'}") from error
-        return identity
+            raise PublishFailed(f"publish to {subject!r}: {error or 'no answer'}") from error
 
     async def _publishing(self) -> AbstractChannel:
         if self._publisher is None or self._publisher.is_closed:
-            self._publisher = await self.channel(confirms=True)
+            async with self._opening_publisher:
+                if self._publisher is None or self._publisher.is_closed:
+                    self._publisher = await self.channel(confirms=True)
         return self._publisher
 
     async def _park(self, exchange: str, key: str, delay: float, kind: str) -> str:
@@ -183,23 +211,3 @@ def _version(text: str) -> tuple[int, ...]:
             break
         numbers.append(int(part))
     return tuple(numbers)
-
-
-def plain(headers: Mapping[str, Any] | None) -> dict[str, str]:
-    """The headers that a publisher set, as text.
-
-    >>> plain({"tenant": "acme", "n": 1, "x-death": [{}], "x-delivery-count": 2, "settled-failures": 1})
-    {'tenant': 'acme', 'n': '1'}
-    """
-    found = {}
-    for name, value in (headers or {}).items():
-        if name == FAILURES or name.startswith(_BROKERS):
-            continue
-        if isinstance(value, bytes):
-            found[name] = value.decode("utf-8", "replace")
-        elif isinstance(value, (str, int, float)):
-            found[name] = str(value)
-    return found
-
-
-_BROKERS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-acquired-count")

@@ -65,7 +65,7 @@ class Facts:
     limit: int | None = None
     """So many failed deliveries it forgives; the next one is the last."""
     retries: bool = False
-    """Whether the queue itself delays what failed (RabbitMQ 4.3)."""
+    """Whether the queue itself delays what failed (RabbitMQ 4.3), by the backoff."""
     backoff: float = 1.0
 
     @property
@@ -126,7 +126,7 @@ async def prepare(
         type=kind,
         version=link.version,
         limit=_limit(found or {}, settings, link.version) if kind == "quorum" else None,
-        retries=(found or {}).get("x-delayed-retry-type") == "failed",
+        retries=_retries(found or {}, backoff),
         backoff=backoff,
     )
 
@@ -136,6 +136,15 @@ def _missing(name: str, whose: str) -> str:
         f"{whose}: RabbitMQ has no queue {name!r}; declare it, or let it be made: "
         "source=RabbitQueue(create=True), or ?create=true in the URL"
     )
+
+
+def _retries(found: Mapping[str, Any], backoff: float) -> bool:
+    delays = found.get("x-delayed-retry-min"), found.get("x-delayed-retry-max")
+    return found.get("x-delayed-retry-type") == "failed" and delays == (_milliseconds(backoff),) * 2
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
 
 
 def _limit(found: Mapping[str, Any], settings: RabbitQueue, version: tuple[int, ...]) -> int | None:
@@ -155,7 +164,7 @@ async def _declare(link: Link, name: str, settings: RabbitQueue, backoff: float 
             arguments["x-delivery-limit"] = limit
         if backoff and link.version >= (4, 3):
             # Not `all`: what is given back must not wait.
-            delay = max(1, round(backoff * 1000))
+            delay = _milliseconds(backoff)
             arguments |= {
                 "x-delayed-retry-type": "failed",
                 "x-delayed-retry-min": delay,
