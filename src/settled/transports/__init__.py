@@ -24,6 +24,9 @@ class Kind:
 _POSTGRES = Kind("settled.transports.postgres", "PostgresTransport", "queue")
 _HTTP = Kind("settled.transports.http", "HttpTransport", "client")
 _NATS = Kind("settled.transports.nats", "NatsTransport", "nats")
+_SQS = Kind("settled.transports.sqs", "SqsTransport", "sqs")
+_SERVICEBUS = Kind("settled.transports.servicebus", "ServiceBusTransport", "servicebus")
+_PUBSUB = Kind("settled.transports.pubsub", "PubSubTransport", "pubsub")
 
 KINDS = {
     "postgresql": _POSTGRES,
@@ -31,6 +34,9 @@ KINDS = {
     "https": _HTTP,
     "nats": _NATS,
     "tls": _NATS,
+    "sqs": _SQS,
+    "servicebus": _SERVICEBUS,
+    "pubsub": _PUBSUB,
 }
 """The transports that have a broker, by the scheme of their URL."""
 
