@@ -30,6 +30,9 @@ _KAFKA = Kind("settled.transports.kafka", "KafkaTransport", "kafka")
 _REDIS = Kind("settled.transports.redis", "RedisTransport", "redis")
 _RABBITMQ = Kind("settled.transports.rabbitmq", "RabbitTransport", "rabbitmq")
 _MQTT = Kind("settled.transports.mqtt", "MqttTransport", "mqtt")
+_SQS = Kind("settled.transports.sqs", "SqsTransport", "sqs")
+_SERVICEBUS = Kind("settled.transports.servicebus", "ServiceBusTransport", "servicebus")
+_PUBSUB = Kind("settled.transports.pubsub", "PubSubTransport", "pubsub")
 
 KINDS = {
     "postgresql": _POSTGRES,
@@ -45,6 +48,9 @@ KINDS = {
     "amqps": _RABBITMQ,
     "mqtt": _MQTT,
     "mqtts": _MQTT,
+    "sqs": _SQS,
+    "servicebus": _SERVICEBUS,
+    "pubsub": _PUBSUB,
 }
 """The transports that have a broker, by the scheme of their URL."""
 
