@@ -175,6 +175,15 @@ async def route(url: str) -> None:
 
 
 def test_the_guides_examples_on_streams_run_and_report_whose_messages_came_again(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server() as one:
+        stall = Stall(one.url)
+        check_the_guide(spark, stall, tmp_path, monkeypatch)
+        stall.close()
+
+
+def check_the_guide(
     spark: SparkSession, stall: Stall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asyncio.run(route(stall.url))
