@@ -15,8 +15,8 @@ from settled.spark.attempts import ACK
 from settled.spark.broker import broker_of
 from settled.spark.jetstream.books import Books
 from settled.spark.jetstream.bucket import Bucket
+from settled.spark.jetstream.gets import fetch
 from settled.spark.jetstream.link import Link
-from settled.spark.jetstream.messages import fetch, sequence_of
 from settled.spark.jetstream.reader import Reader
 from settled.spark.options import Options
 from settled.spark.source import new_holder
@@ -78,7 +78,7 @@ class Stall:
         async def work(connection: Connection) -> list[Any]:
             found: list[Any] = []
             while True:
-                at = sequence_of(found[-1]) + 1 if found else 1
+                at = found[-1].sequence + 1 if found else 1
                 some = await fetch(connection, stream, seq=at, batch=5000, next_by_subj=subject)
                 found += some.messages
                 if not some.more:

@@ -142,6 +142,22 @@ def test_letters_that_a_killed_driver_owed_are_written_by_the_next_one(
     after.close()
 
 
+def test_a_group_whose_books_are_deleted_begins_anew(stall: Stall) -> None:
+    stream = stall.stream()
+    stall.put(stream, [{}] * 5)
+    for bad in (2, 3):
+        query = stall.query(stream, deadLetter=f"{stream}.dead", subject=f"{stream}.new").hold()
+        settled = query.batch(lambda row, bad=bad: ("dead", None, "bad") if row["sequence"] == bad else None)
+        assert (settled.number, settled.messages, settled.dead) == (1, 5, 1)
+        query.close()
+        stall.call(lambda js: js.publish(f"$KV.SETTLED_SPARK.{stream}.g", headers={"KV-Operation": "DEL"}))
+    dead = stall.all(stream, f"{stream}.dead")
+    assert [m.headers["settled-sequence"] for m in dead] == ["2", "3"]
+    query = stall.query(stream, startingPosition="latest").hold()
+    assert query.batch() is None
+    query.close()
+
+
 def test_a_holder_that_lives_is_not_replaced_and_one_that_was_is_refused(
     stall: Stall, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,8 @@ from settled.spark.attempts import RELEASE, RETRY
 from settled.spark.jetstream import setting
 from settled.spark.jetstream.books import Books, Outcome
 from settled.spark.jetstream.bucket import Bucket
+from settled.spark.jetstream.gets import FETCH, fetch
 from settled.spark.jetstream.link import Link
-from settled.spark.jetstream.messages import FETCH, fetch, sequence_of
 from settled.spark.jetstream.publishing import Outgoing, publish_all
 from settled.transports.nats import Connection
 from settled.transports.nats.delivery import MSG_ID
@@ -59,6 +59,7 @@ class Staging:
         self._pushes: list[Outgoing] = []
         self._pushed = 0
         self._known: set[str] | None = None
+        self._books: Books | None = None
 
     def number(self, batches: Sequence[int]) -> None:
         """Note which batch the rows are of; all must be of one."""
@@ -85,7 +86,10 @@ class Staging:
             return
         settings = self._settings
         subject = f"{settings.to}.{partition}" if partition else settings.to
-        identity = f"settled:{settings.queue}.{settings.group}.{self._batch}.{seq}"
+        if self._books is None:
+            value = Bucket(self._link).get(f"{settings.queue}.{settings.group}")
+            self._books = msgspec.json.decode(value.data, type=Books)
+        identity = f"settled:{self._books.name}.{settings.queue}.{settings.group}.{self._batch}.{seq}"
         self._pushed += 1
         self._pushes.append(Outgoing(subject, payload, {MSG_ID: identity}))
         if len(self._pushes) >= _AT_ONCE:
@@ -93,8 +97,7 @@ class Staging:
 
     def _send(self) -> None:
         if self._known is None:
-            value = Bucket(self._link).get(f"{self._settings.queue}.{self._settings.group}")
-            batch = msgspec.json.decode(value.data, type=Books).open if value.data else None
+            batch = self._books.open if self._books is not None else None
             since = batch.claimed_at if batch is not None else time.time()
             subject = self._pushes[0].subject
             self._known = self._link.run(lambda connection: _sent_since(connection, subject, since))
@@ -123,8 +126,8 @@ async def _sent_since(connection: Connection, subject: str, since: float) -> set
     start = datetime.fromtimestamp(since - _MARGIN, UTC).isoformat()
     some = await fetch(connection, name, start_time=start, batch=FETCH)
     while some.messages:
-        found.update((m.headers or {}).get(MSG_ID, "") for m in some.messages)
+        found.update(m.own_id or "" for m in some.messages)
         if not some.more:
             break
-        some = await fetch(connection, name, seq=sequence_of(some.messages[-1]) + 1, batch=FETCH)
+        some = await fetch(connection, name, seq=some.messages[-1].sequence + 1, batch=FETCH)
     return found
