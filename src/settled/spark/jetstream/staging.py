@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
 from settled.queue.errors import Conflict
-from settled.spark.attempts import RELEASE, RETRY
+from settled.spark.attempts import ACK, RELEASE, RETRY
 from settled.spark.jetstream import setting
 from settled.spark.jetstream.books import Books, Outcome
 from settled.spark.jetstream.bucket import Bucket
 from settled.spark.jetstream.gets import FETCH, fetch
 from settled.spark.jetstream.link import Link
 from settled.spark.jetstream.publishing import Outgoing, publish_all
+from settled.spark.sink import OUTCOMES
 from settled.transports.nats import Connection
 from settled.transports.nats.delivery import MSG_ID
 
@@ -44,6 +46,27 @@ class Staged(WriterCommitMessage):
     def outcomes(self) -> list[Outcome]:
         """The rows that were not acknowledged."""
         return _decode(zlib.decompress(self.body)) if self.body else []
+
+
+def stage(batches: Iterator[pa.RecordBatch], settings: Options, link: Link) -> Staged:
+    """Take over a task's rows."""
+    staging = Staging(settings, link)
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        staging.number(batch.column("batch").unique().to_pylist())
+        outcomes = batch.column("outcome")
+        unknown = set(outcomes.unique().to_pylist()) - OUTCOMES
+        if unknown:
+            raise Conflict(f"outcome must be one of {', '.join(sorted(OUTCOMES))}, got {unknown.pop()!r}")
+        names = ["sequence", "outcome", "delay", "error", *(("to_partition", "push") if settings.to else ())]
+        wanted = batch if settings.to else batch.filter(pa.compute.not_equal(outcomes, ACK))
+        for row in wanted.select(names).to_pylist():
+            if row["outcome"] != ACK:
+                staging.outcome(row)
+            elif row["push"] is not None:
+                staging.push(row["sequence"], row["to_partition"], row["push"])
+    return staging.finish()
 
 
 class Staging:
@@ -79,7 +102,7 @@ class Staging:
         if self._in_order and outcome in (RETRY, RELEASE):
             self._held = True
 
-    def push(self, lane: int, seq: int, partition: str | None, payload: bytes) -> None:
+    def push(self, seq: int, partition: str | None, payload: bytes) -> None:
         """A result for the next subject."""
         if self._held:
             self._outcomes.append(Outcome(seq, RELEASE, None, None))  # it is attempted again, in its turn
