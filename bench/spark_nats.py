@@ -78,13 +78,19 @@ def fill(link: Link, count: int) -> None:
         link.run(lambda connection, some=some: publish_all(connection, some))  # type: ignore[misc]
 
 
-async def bare(url: str, count: int) -> float:
+def tell(what: str, count: int, began: float, cpu: float) -> None:
+    """By the clock, and by the processor, which other work on the machine disturbs less."""
+    wall, own = time.monotonic() - began, time.process_time() - cpu
+    print(f"{what}: {count / wall / 1000:,.1f}k msg/s, {own / count * 1e6:,.1f} us of CPU each", flush=True)
+
+
+async def bare(url: str, count: int) -> None:
     """The client by itself: fetch and ack in batches of 500, as a consumer would."""
     import nats
 
     client = await nats.connect(url)
     subscription = await client.jetstream().pull_subscribe("bench.>", "bare")
-    began, seen = time.monotonic(), 0
+    seen = 0
     while seen < count:
         messages = await subscription.fetch(500)
         for message in messages:
@@ -92,9 +98,7 @@ async def bare(url: str, count: int) -> float:
             await message.ack()
         seen += len(messages)
     await client.flush()
-    seconds = time.monotonic() - began
     await client.close()
-    return seconds
 
 
 def measure(spark: Any, url: str, variant: str, folder: str) -> tuple[float, float, int]:
