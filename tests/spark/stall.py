@@ -15,9 +15,10 @@ from settled.spark.attempts import ACK
 from settled.spark.broker import broker_of
 from settled.spark.jetstream.books import Books
 from settled.spark.jetstream.bucket import Bucket
-from settled.spark.jetstream.link import Link
-from settled.spark.jetstream.messages import fetch, sequence_of
+from settled.spark.jetstream.gets import fetch
+from settled.spark.jetstream.link import Link, link_to
 from settled.spark.jetstream.reader import Reader
+from settled.spark.jetstream.staging import Staging
 from settled.spark.options import Options
 from settled.spark.source import new_holder
 from settled.transports.nats import Connection
@@ -78,7 +79,7 @@ class Stall:
         async def work(connection: Connection) -> list[Any]:
             found: list[Any] = []
             while True:
-                at = sequence_of(found[-1]) + 1 if found else 1
+                at = found[-1].sequence + 1 if found else 1
                 some = await fetch(connection, stream, seq=at, batch=5000, next_by_subj=subject)
                 found += some.messages
                 if not some.more:
@@ -142,7 +143,7 @@ class Query:
 
     def stage(self, number: int, decide: Decide) -> Any:
         """Read, decide and stage; without a decision a row is acknowledged."""
-        staging = self.broker.staging()
+        staging = Staging(self.settings, link_to(self.settings.url))
         rows = self.rows(number)
         if rows:
             staging.number([number])
@@ -152,7 +153,7 @@ class Query:
             if outcome != ACK:
                 staging.outcome({**row, "outcome": outcome, "delay": delay, "error": error})
             elif self.settings.to:
-                staging.push(0, row["sequence"], None, row["payload"])
+                staging.push(row["sequence"], None, row["payload"])
         return staging.finish()
 
     def batch(self, decide: Decide = lambda _: None, limit: int | None = None) -> Any:

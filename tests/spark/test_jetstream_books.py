@@ -142,18 +142,35 @@ def test_letters_that_a_killed_driver_owed_are_written_by_the_next_one(
     after.close()
 
 
+def test_a_group_whose_books_are_deleted_begins_anew(stall: Stall) -> None:
+    stream = stall.stream()
+    stall.put(stream, [{}] * 5)
+    for bad in (2, 3):
+        query = stall.query(stream, deadLetter=f"{stream}.dead", subject=f"{stream}.new").hold()
+        settled = query.batch(lambda row, bad=bad: ("dead", None, "bad") if row["sequence"] == bad else None)
+        assert (settled.number, settled.messages, settled.dead) == (1, 5, 1)
+        query.close()
+        stall.call(lambda js: js.publish(f"$KV.SETTLED_SPARK.{stream}.g", headers={"KV-Operation": "DEL"}))
+    dead = stall.all(stream, f"{stream}.dead")
+    assert [m.headers["settled-sequence"] for m in dead] == ["2", "3"]
+    query = stall.query(stream, startingPosition="latest").hold()
+    assert query.batch() is None
+    query.close()
+
+
 def test_a_holder_that_lives_is_not_replaced_and_one_that_was_is_refused(
     stall: Stall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "PATIENCE", 0.2)
     stream = stall.stream()
     stall.put(stream, [{}] * 10)
     first = stall.query(stream).hold()
     first.reader.claim(None, None)
     staged = first.stage(1, every_tenth)
     second = stall.query(stream)
-    with pytest.raises(Conflict, match="is read by another Spark query until"):
-        second.hold()
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "PATIENCE", 1.0)
+        with pytest.raises(Conflict, match="is read by another Spark query until"):
+            second.hold()
     # It stops answering, as if it had been killed: no lease to wait for.
     first.reader.close()
     second.hold()
@@ -164,6 +181,21 @@ def test_a_holder_that_lives_is_not_replaced_and_one_that_was_is_refused(
     assert ids(second.rows(1)) == list(range(1, 11))
     assert second.batch().acked == 10
     for query in (first, second):
+        query.close()
+
+
+def test_a_holder_that_stands_still_is_replaced_when_its_lease_is_over(stall: Stall) -> None:
+    stream = stall.stream()
+    stall.put(stream, [{}] * 10)
+    still = stall.query(stream, leaseSeconds="1").hold()
+    still.reader.claim(None, None)
+    staged = still.stage(1, every_tenth)
+    after = stall.query(stream).hold()
+    assert after.batch().acked == 10
+    with pytest.raises(Fenced):
+        still.broker.settle([staged])
+    assert stall.totals(stream)["acked"] == 10
+    for query in (still, after):
         query.close()
 
 

@@ -62,26 +62,6 @@ class Reader(Protocol):
         ...
 
 
-class Staging(Protocol):
-    """Takes over one task's rows: what was not acknowledged, and what is pushed on."""
-
-    def number(self, batches: Sequence[int]) -> None:
-        """Note which batch the rows are of; all must be of one."""
-        ...
-
-    def outcome(self, row: dict[str, Any]) -> None:
-        """A row that is not acknowledged."""
-        ...
-
-    def push(self, lane: int, seq: int, partition: Any, payload: bytes) -> None:
-        """A result to be pushed on."""
-        ...
-
-    def finish(self) -> WriterCommitMessage:
-        """Hand everything over; nothing of it counts before the driver settles."""
-        ...
-
-
 class Broker(Protocol):
     """A broker as one query uses it."""
 
@@ -97,11 +77,11 @@ class Broker(Protocol):
         """A task's messages, on an executor."""
         ...
 
-    def staging(self) -> Staging:
-        """For one task's rows, on an executor."""
+    def stage(self, batches: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Take over a task's rows, on an executor; nothing of it counts before the driver settles."""
         ...
 
-    def settle(self, staged: Sequence[Any]) -> Settled:
+    def settle(self, messages: Sequence[Any]) -> Settled:
         """Settle the batch with what the tasks staged, at once and once, however often it is repeated."""
         ...
 

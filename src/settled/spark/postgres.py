@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 from pyspark.sql.datasource import InputPartition
 
 from settled.queue import manifest
-from settled.queue.errors import Conflict
 from settled.queue.manifest import Link, Range, Settled, log_ranges
-from settled.spark import rows
+from settled.spark import rows, sink
 from settled.spark.fused import as_rows
-from settled.spark.sink import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,24 +106,11 @@ class Postgres:
         for slice_ in rows.slices(link, cast(Task, task).ranges):
             yield Chunk(slice_, self._settings.queue)
 
-    def staging(self) -> Staging:
-        settings = self._settings
-        return Staging(settings.to, settings.ordering == "in_order", link_to(settings.url))
+    def stage(self, batches: Iterator[pa.RecordBatch]) -> sink.Staged:
+        return sink.stage(batches, self._settings, link_to(self._settings.url))
 
-    def settle(self, staged: Sequence[Any]) -> Settled:
-        """The one transaction."""
-        settings, numbers = self._settings, {m.batch for m in staged if m.batch is not None}
-        if len(numbers) > 1:
-            raise Conflict(f"rows of batches {sorted(numbers)} came together: settle one queue a query")
-        reader = self.reader()
-        with reader.link:
-            return reader.settle(
-                numbers.pop() if numbers else None,
-                [m.write for m in staged if m.write is not None],
-                sum(m.outcomes for m in staged),
-                sum(m.segments for m in staged),
-                None if settings.ordering == "queue" else settings.ordering != "in_order",
-            )
+    def settle(self, messages: Sequence[Any]) -> Settled:
+        return sink.settle_staged(self._settings, messages)
 
 
 def spread(ranges: list[Range], settings: Options, batch: int) -> list[Task]:

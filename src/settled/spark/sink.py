@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from psycopg import Connection
 
-    from settled.spark import broker
     from settled.spark.options import Options
 
 OUTCOMES = {ACK, RETRY, RELEASE, DEAD, INVALID}
@@ -68,9 +67,8 @@ class _Open:
 class Staging:
     """Gathers one task's rows and hands them to the database."""
 
-    def __init__(self, to: str, in_order: bool, link: Link) -> None:
+    def __init__(self, to: str, in_order: bool) -> None:
         self.staged = Staged()
-        self._link = link
         self._to = to
         self._in_order = in_order
         self._held: set[int] = set()
@@ -150,7 +148,7 @@ class Staging:
         body = segment.encode(segment.new_base(), [b""] * n, part.payloads)
         self._segments.append((self._write, self._to, partition, n, body, lane, part.first, part.last))
 
-    def finish(self) -> Staged:
+    def finish(self, link: Link) -> Staged:
         """Hand everything over; nothing of it counts before the driver says so."""
         for lane, run in self._runs.items():
             self._end_run(lane, run)
@@ -160,7 +158,7 @@ class Staging:
             return self.staged
         self.staged.write = self._write
         self.staged.outcomes, self.staged.segments = len(self._outcomes), len(self._segments)
-        self._link.run(self._copy)
+        link.run(self._copy)
         return self.staged
 
     def _copy(self, connection: Connection[Any]) -> None:
@@ -176,9 +174,9 @@ class Staging:
                             copy.write_row(row)
 
 
-def stage(batches: Iterator[pa.RecordBatch], settings: Options) -> WriterCommitMessage:
+def stage(batches: Iterator[pa.RecordBatch], settings: Options, link: Link) -> Staged:
     """Take over a task's rows."""
-    staging = broker_of(settings).staging()
+    staging = Staging(settings.to, settings.ordering == "in_order")
     for batch in batches:
         if not batch.num_rows:
             continue
@@ -193,10 +191,10 @@ def stage(batches: Iterator[pa.RecordBatch], settings: Options) -> WriterCommitM
                 staging.outcome(row)
             continue
         _stage_both(batch, failed.to_pylist(), staging)
-    return staging.finish()
+    return staging.finish(link)
 
 
-def _stage_both(batch: pa.RecordBatch, failed: list[bool], staging: broker.Staging) -> None:
+def _stage_both(batch: pa.RecordBatch, failed: list[bool], staging: Staging) -> None:
     """Failures and pushes, in the order of the rows: in order, nothing behind a failure is pushed."""
     lanes, seqs = batch.column("lane").to_pylist(), batch.column("sequence").to_pylist()
     partitions, pushes = batch.column("to_partition").to_pylist(), batch.column("push").to_pylist()
@@ -208,8 +206,22 @@ def _stage_both(batch: pa.RecordBatch, failed: list[bool], staging: broker.Stagi
 
 
 def settle_staged(settings: Options, messages: Sequence[Any]) -> Settled:
-    """What the driver does once all tasks are done."""
-    return broker_of(settings).settle([m for m in messages if m is not None])
+    """The one transaction."""
+    staged = [m for m in messages if m is not None]
+    numbers = {m.batch for m in staged if m.batch is not None}
+    if len(numbers) > 1:
+        raise Conflict(f"rows of batches {sorted(numbers)} came together: settle one queue a query")
+    from settled.spark.postgres import Reader
+
+    reader = Reader(settings)
+    with reader.link:
+        return reader.settle(
+            numbers.pop() if numbers else None,
+            [m.write for m in staged if m.write is not None],
+            sum(m.outcomes for m in staged),
+            sum(m.segments for m in staged),
+            None if settings.ordering == "queue" else settings.ordering != "in_order",
+        )
 
 
 class StreamSink(DataSourceStreamArrowWriter):
@@ -219,10 +231,10 @@ class StreamSink(DataSourceStreamArrowWriter):
         self._settings = settings
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        return stage(iterator, self._settings)
+        return broker_of(self._settings).stage(iterator)
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # noqa: N803
-        settle_staged(self._settings, messages)
+        broker_of(self._settings).settle(messages)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # noqa: N803
         """Nothing was applied; what was staged is swept up later."""
@@ -235,10 +247,10 @@ class BatchSink(DataSourceArrowWriter):
         self._settings = settings
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        return stage(iterator, self._settings)
+        return broker_of(self._settings).stage(iterator)
 
     def commit(self, messages: list[Any]) -> None:
-        settle_staged(self._settings, messages)
+        broker_of(self._settings).settle(messages)
 
     def abort(self, messages: list[Any]) -> None:
         """Nothing was applied; what was staged is swept up later."""

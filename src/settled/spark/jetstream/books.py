@@ -114,6 +114,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 class Books(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known of a group on a stream, as one value."""
 
+    name: str
+    """Of these books: others of the same group, begun anew, have another."""
     write: str
     """A name for this version, so that a writer knows its own again."""
     holder: str

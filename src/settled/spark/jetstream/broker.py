@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
 from settled.queue.errors import Conflict
@@ -15,7 +16,7 @@ from settled.spark.jetstream import setting
 from settled.spark.jetstream.link import Link, link_to
 from settled.spark.jetstream.messages import Messages, PieceReader
 from settled.spark.jetstream.reader import Reader, Task
-from settled.spark.jetstream.staging import Staging
+from settled.spark.jetstream.staging import Staged, stage
 from settled.transports.nats import Connection
 
 if TYPE_CHECKING:
@@ -53,10 +54,11 @@ class JetStream:
         if task.batch:
             Reader(settings, link).note_read(task, piece.found, piece.removed)
 
-    def staging(self) -> Staging:
-        return Staging(self._settings, link_to(self._settings.url))
+    def stage(self, batches: Iterator[pa.RecordBatch]) -> Staged:
+        return stage(batches, self._settings, link_to(self._settings.url))
 
-    def settle(self, staged: Sequence[Any]) -> Settled:
+    def settle(self, messages: Sequence[Any]) -> Settled:
+        staged = [m for m in messages if m is not None]
         numbers = {m.batch for m in staged if m.batch is not None}
         if len(numbers) > 1:
             raise Conflict(f"rows of batches {sorted(numbers)} came together: settle one stream a query")

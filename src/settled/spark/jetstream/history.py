@@ -18,8 +18,8 @@ from settled.spark.attempts import RELEASE, RETRY
 from settled.spark.jetstream import setting
 from settled.spark.jetstream.books import Books, Settlement, Totals
 from settled.spark.jetstream.bucket import STREAM, Bucket, subject_of
+from settled.spark.jetstream.gets import Stored, singly
 from settled.spark.jetstream.link import Link
-from settled.spark.jetstream.messages import sequence_of, singly
 from settled.spark.jetstream.outbox import LETTERS
 from settled.transports.nats import Connection
 
@@ -117,13 +117,13 @@ class Watch:
         rows = [_letter(m) for m in found if "settled-stream" in (m.headers or {})]
         return [row for row in rows if row["at"] >= since and stream in (None, row["queue"])]
 
-    def originals(self, stream: str, sequences: Sequence[int]) -> dict[int, Msg]:
+    def originals(self, stream: str, sequences: Sequence[int]) -> dict[int, Stored]:
         """Messages that are still there."""
         try:
             found = self.link.run(lambda c: singly(c, stream, sorted(sequences)))
         except nats.js.errors.NotFoundError:
             return {}
-        return {sequence_of(m): m for m in found}
+        return {m.sequence: m for m in found}
 
     def limit(self, stream: str, group: str) -> int | None:
         """After how many deliveries a message of a group is given up."""

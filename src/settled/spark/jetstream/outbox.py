@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from nats.aio.msg import Msg
 
 from settled.settlement import Reason
 from settled.spark.attempts import DEAD, INVALID
 from settled.spark.jetstream.books import EXHAUSTED, Books, Failure, Settlement, Terms
 from settled.spark.jetstream.bucket import NOTHING, Bucket
+from settled.spark.jetstream.gets import Stored, singly
 from settled.spark.jetstream.link import Link
-from settled.spark.jetstream.messages import sequence_of, singly
 from settled.spark.jetstream.publishing import Outgoing, publish_all
 from settled.transports.nats import Connection, DeadLetters, Letter
 from settled.transports.nats.delivery import MSG_ID
@@ -58,7 +57,7 @@ async def _write_letters(
     connection: Connection, settings: Options, books: Books, last: Settlement, dead: list[Failure]
 ) -> None:
     failures = {failure.sequence: failure for failure in dead}
-    found = {sequence_of(m): m for m in await singly(connection, settings.queue, sorted(failures))}
+    found = {m.sequence: m for m in await singly(connection, settings.queue, sorted(failures))}
     letters = [
         _letter(settings, failure, last.errors[failure.error], found.get(sequence))
         for sequence, failure in failures.items()
@@ -66,16 +65,15 @@ async def _write_letters(
     await publish_all(connection, [_outgoing(letter, books.terms) for letter in letters])
 
 
-def _letter(settings: Options, failure: Failure, error: str, message: Msg | None) -> Letter:
-    headers = dict(message.headers or {}) if message is not None else {}
-    stored = headers.get("Nats-Time-Stamp")
+def _letter(settings: Options, failure: Failure, error: str, message: Stored | None) -> Letter:
+    headers = message.headers if message is not None else {}
     return Letter(
         stream=settings.queue,
         consumer=settings.group,
         sequence=failure.sequence,
-        stored_ns=int(np.datetime64(stored.rstrip("Z"), "ns").astype(np.int64)) if stored else 0,
+        stored_ns=int(np.datetime64(message.time, "ns").astype(np.int64)) if message is not None else 0,
         id=headers.get(MSG_ID) or f"{settings.queue}:{failure.sequence}",
-        subject=headers.get("Nats-Subject", ""),
+        subject=message.subject if message is not None else "",
         data=message.data if message is not None else b"",
         headers=headers,
         attempts=failure.attempts,

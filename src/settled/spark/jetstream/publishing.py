@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from settled.queue.errors import Conflict
 from settled.transports.nats import Connection
 
 AT_ONCE = 1_000
-_ONE_TRY = 5.0
+_SILENCE = 3.0
 _WRONG_LAST_SEQUENCE = 10071
 
 
@@ -60,19 +59,18 @@ async def _publish(connection: Connection, messages: Sequence[Outgoing]) -> None
     inbox = client.new_inbox()
     subscription = await client.subscribe(f"{inbox}.*", cb=acknowledged)
     try:
-        deadline = time.monotonic() + _ONE_TRY
         for place, message in enumerate(messages):
             await client.publish(
                 message.subject, message.data, reply=f"{inbox}.{place}", headers=dict(message.headers)
             )
+        before = -1
         while waiting and not (refused or unheard):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise nats.errors.TimeoutError
             try:
-                await asyncio.wait_for(changed.wait(), left)
+                await asyncio.wait_for(changed.wait(), _SILENCE)
             except TimeoutError:
-                continue
+                if len(waiting) == before:
+                    raise nats.errors.TimeoutError from None
+                before = len(waiting)
     finally:
         await subscription.unsubscribe()
     if unheard and not refused:

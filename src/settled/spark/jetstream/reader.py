@@ -137,8 +137,10 @@ class Reader:
                 start = self._link.run(
                     lambda c: setting.position(c, self._settings.queue, self._settings.starting)
                 )
-                now = Books(write="", holder=self._holder, epoch=0, born=found.born, cursor=start)
-            ours = now.holder == self._holder and now.epoch > 0
+                self._bucket.remove(f"{self._key}.batch.>")  # of books that somebody deleted
+                name = uuid.uuid4().hex[:12]
+                now = Books(name=name, write="", holder="", epoch=0, born=found.born, cursor=start)
+            ours = now.holder == self._holder
             now = msgspec.structs.replace(
                 now,
                 holder=self._holder,
@@ -218,7 +220,7 @@ class Reader:
                 now=at,
                 as_of=at if horizon is None else min(at, horizon.at),
                 in_order=self._in_order,
-                tasks=settings.tasks if settings.ordering == "none" else 1,
+                tasks=settings.tasks if settings.ordering in ("queue", "none") else 1,
             )
             if batch is None:
                 return None

@@ -12,7 +12,7 @@ from nats.js.api import RetentionPolicy, StreamConfig, StreamInfo
 from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.signals import ConfigurationError
 from settled.spark.jetstream.books import ATTEMPTS, Span, Terms
-from settled.spark.jetstream.messages import fetch, next_sequence, sequence_of
+from settled.spark.jetstream.gets import fetch, next_sequence
 from settled.transports.nats import Connection, Durable
 from settled.transports.nats.sources import Consumer, overlap
 
@@ -136,7 +136,7 @@ async def position(connection: Connection, stream: str, starting: str) -> int:
     except ValueError as error:
         raise BadRequest("startingPosition", starting, "must be earliest, latest or a time") from error
     found = await fetch(connection, stream, start_time=at.astimezone().isoformat(), batch=1)
-    return sequence_of(found.messages[0]) if found.messages else state.last_seq + 1
+    return found.messages[0].sequence if found.messages else state.last_seq + 1
 
 
 async def waiting(connection: Connection, stream: str, cursor: int, subjects: tuple[str, ...]) -> int:
@@ -145,5 +145,5 @@ async def waiting(connection: Connection, stream: str, cursor: int, subjects: tu
     for subject in subjects or (">",):
         found = await fetch(connection, stream, seq=max(cursor, 1), batch=1, next_by_subj=subject)
         if found.messages:
-            total += 1 + int((found.messages[0].headers or {})["Nats-Num-Pending"])
+            total += 1 + found.messages[0].pending
     return total

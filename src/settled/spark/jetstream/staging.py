@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
 from settled.queue.errors import Conflict
-from settled.spark.attempts import RELEASE, RETRY
+from settled.spark.attempts import ACK, RELEASE, RETRY
 from settled.spark.jetstream import setting
 from settled.spark.jetstream.books import Books, Outcome
 from settled.spark.jetstream.bucket import Bucket
+from settled.spark.jetstream.gets import FETCH, fetch
 from settled.spark.jetstream.link import Link
-from settled.spark.jetstream.messages import FETCH, fetch, sequence_of
 from settled.spark.jetstream.publishing import Outgoing, publish_all
+from settled.spark.sink import OUTCOMES
 from settled.transports.nats import Connection
 from settled.transports.nats.delivery import MSG_ID
 
@@ -46,6 +48,27 @@ class Staged(WriterCommitMessage):
         return _decode(zlib.decompress(self.body)) if self.body else []
 
 
+def stage(batches: Iterator[pa.RecordBatch], settings: Options, link: Link) -> Staged:
+    """Take over a task's rows."""
+    staging = Staging(settings, link)
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        staging.number(batch.column("batch").unique().to_pylist())
+        outcomes = batch.column("outcome")
+        unknown = set(outcomes.unique().to_pylist()) - OUTCOMES
+        if unknown:
+            raise Conflict(f"outcome must be one of {', '.join(sorted(OUTCOMES))}, got {unknown.pop()!r}")
+        names = ["sequence", "outcome", "delay", "error", *(("to_partition", "push") if settings.to else ())]
+        wanted = batch if settings.to else batch.filter(pa.compute.not_equal(outcomes, ACK))
+        for row in wanted.select(names).to_pylist():
+            if row["outcome"] != ACK:
+                staging.outcome(row)
+            elif row["push"] is not None:
+                staging.push(row["sequence"], row["to_partition"], row["push"])
+    return staging.finish()
+
+
 class Staging:
     """Gathers one task's rows. Results are published at once, under ids that a repetition has too."""
 
@@ -59,6 +82,7 @@ class Staging:
         self._pushes: list[Outgoing] = []
         self._pushed = 0
         self._known: set[str] | None = None
+        self._books: Books | None = None
 
     def number(self, batches: Sequence[int]) -> None:
         """Note which batch the rows are of; all must be of one."""
@@ -78,14 +102,17 @@ class Staging:
         if self._in_order and outcome in (RETRY, RELEASE):
             self._held = True
 
-    def push(self, lane: int, seq: int, partition: str | None, payload: bytes) -> None:
+    def push(self, seq: int, partition: str | None, payload: bytes) -> None:
         """A result for the next subject."""
         if self._held:
             self._outcomes.append(Outcome(seq, RELEASE, None, None))  # it is attempted again, in its turn
             return
         settings = self._settings
         subject = f"{settings.to}.{partition}" if partition else settings.to
-        identity = f"settled:{settings.queue}.{settings.group}.{self._batch}.{seq}"
+        if self._books is None:
+            value = Bucket(self._link).get(f"{settings.queue}.{settings.group}")
+            self._books = msgspec.json.decode(value.data, type=Books)
+        identity = f"settled:{self._books.name}.{settings.queue}.{settings.group}.{self._batch}.{seq}"
         self._pushed += 1
         self._pushes.append(Outgoing(subject, payload, {MSG_ID: identity}))
         if len(self._pushes) >= _AT_ONCE:
@@ -93,8 +120,7 @@ class Staging:
 
     def _send(self) -> None:
         if self._known is None:
-            value = Bucket(self._link).get(f"{self._settings.queue}.{self._settings.group}")
-            batch = msgspec.json.decode(value.data, type=Books).open if value.data else None
+            batch = self._books.open if self._books is not None else None
             since = batch.claimed_at if batch is not None else time.time()
             subject = self._pushes[0].subject
             self._known = self._link.run(lambda connection: _sent_since(connection, subject, since))
@@ -123,8 +149,8 @@ async def _sent_since(connection: Connection, subject: str, since: float) -> set
     start = datetime.fromtimestamp(since - _MARGIN, UTC).isoformat()
     some = await fetch(connection, name, start_time=start, batch=FETCH)
     while some.messages:
-        found.update((m.headers or {}).get(MSG_ID, "") for m in some.messages)
+        found.update(m.own_id or "" for m in some.messages)
         if not some.more:
             break
-        some = await fetch(connection, name, seq=sequence_of(some.messages[-1]) + 1, batch=FETCH)
+        some = await fetch(connection, name, seq=some.messages[-1].sequence + 1, batch=FETCH)
     return found

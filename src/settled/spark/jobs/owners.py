@@ -93,7 +93,7 @@ def _redelivered(watch: Watch, queue: str | None, since: datetime) -> Iterator[d
                 "kind": "redelivered",
                 "count": 1,
                 "error": error,
-                "headers": list((message.headers or {}).items()) if message is not None else [],
+                "headers": list(message.headers.items()) if message is not None else [],
                 "payload": message.data if message is not None else b"",
             }
 
