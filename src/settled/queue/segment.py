@@ -304,10 +304,11 @@ class Segment:
 
     def _rich_head(self, offset: int) -> bytes:
         if not self.header(offset):  # as most are in a merged segment
-            return b'{"id":"%b","transactionId":%b,"traceId":null,"data":%b,"producerSub":null,"createdAt":"%b"' % (
-                self.id(offset).encode(), _encode(self.tx(offset)), self.payload(offset),
-                iso(self.created(offset)).encode(),
-            )  # fmt: skip
+            own, at = self.id(offset).encode(), iso(self.created(offset)).encode()
+            text = (
+                b'{"id":"%b","transactionId":%b,"traceId":null,"data":%b,"producerSub":null,"createdAt":"%b"'
+            )
+            return text % (own, _encode(self.tx(offset)), self.payload(offset), at)
         row = self.row(offset)
         fields: dict[str, object] = {
             "id": row.id,
