@@ -311,7 +311,7 @@ async def journal(
 
 
 def _life(entries: list[JournalEntry], states: dict[str, str]) -> list[JournalEntry]:
-    """Without calls that settled messages before and behind this one, but not this one, as far as is known."""
+    """Without calls that settled messages before and behind this one, but not this one as far as is known."""
     certain = {
         entry.group for entry in entries if entry.exact and entry.kind in ("settled", "auto_ack", "dead")
     }

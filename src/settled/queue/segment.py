@@ -214,11 +214,6 @@ class Segment:
         return self._headers is None and self._times is None
 
     @property
-    def bare(self) -> bool:
-        """Whether all messages are JSON without headers."""
-        return self._headers is None
-
-    @property
     def end_seq(self) -> int:
         """The sequence number after the last message."""
         return self.first_seq + self.n
@@ -290,7 +285,7 @@ class Segment:
     def json_heads(self) -> list[bytes]:
         """Each message as an unclosed JSON object, without what depends on the reader; made once and kept."""
         if self._heads is None:
-            self._heads = self._plain_heads() if self.bare else [self._rich_head(i) for i in range(self.n)]
+            self._heads = self._plain_heads() if self.plain else [self._rich_head(i) for i in range(self.n)]
         return self._heads
 
     def _plain_heads(self) -> list[bytes]:
@@ -301,12 +296,6 @@ class Segment:
             tx = ids
         elif not all(tx) or any(map(_needs_escape.search, tx)):
             tx = [_encode(t)[1:-1] for t in self.txs()]
-        if self._times is not None:
-            return [
-                b'{"id":"%b","transactionId":"%b","traceId":null,"data":%b,"producerSub":null,"createdAt":"%b"'
-                % (i, t, blob[a:b], iso(at).encode())
-                for i, t, a, b, at in zip(ids, tx, starts, starts[1:], self._times, strict=False)
-            ]
         end = b',"producerSub":null,"createdAt":"%b"' % iso(self.created_us).encode()
         return [
             b'{"id":"%b","transactionId":"%b","traceId":null,"data":%b%b' % (i, t, blob[a:b], end)
@@ -314,6 +303,12 @@ class Segment:
         ]
 
     def _rich_head(self, offset: int) -> bytes:
+        if not self.header(offset):  # as most are in a merged segment
+            own, at = self.id(offset).encode(), iso(self.created(offset)).encode()
+            text = (
+                b'{"id":"%b","transactionId":%b,"traceId":null,"data":%b,"producerSub":null,"createdAt":"%b"'
+            )
+            return text % (own, _encode(self.tx(offset)), self.payload(offset), at)
         row = self.row(offset)
         fields: dict[str, object] = {
             "id": row.id,
