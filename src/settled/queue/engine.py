@@ -7,8 +7,10 @@ from typing import Any, Self
 
 from settled.queue import admin, deadletters, inspection, notes, pushing, transact
 from settled.queue.core import Core
+from settled.queue.soon import Done
 from settled.queue.types import (
     QUEUE_MODE,
+    Acked,
     AckItem,
     AckOp,
     AckResult,
@@ -68,6 +70,10 @@ class Engine:
         """Append messages durably, answer in item order; QueueFull or BadRequest refuse the whole call."""
         return await pushing.push(self._core, items)
 
+    def push_soon(self, items: Sequence[PushItem], done: Done[list[PushResult]]) -> bool:
+        """Like `push` without a coroutine, for items of one known partition; False: use `push`."""
+        return pushing.push_soon(self._core, items, done)
+
     async def pop(self, request: PopRequest) -> Popped:
         """Hand out a batch under a lease (auto_ack: settled at once), waiting up to `wait` seconds."""
         if self._core.switches.get("pop"):
@@ -79,6 +85,17 @@ class Engine:
     ) -> list[AckResult]:
         """Settle delivered messages; `atomic`: if one cannot be, none is (the others say `not_applied`)."""
         return await self._core.settler.settle(items, group, atomic=atomic)
+
+    def ack_soon(
+        self,
+        partition_id: str,
+        lease_id: str | None,
+        group: str,
+        transaction_ids: Sequence[str],
+        done: Done[Acked],
+    ) -> bool:
+        """Ack messages under one lease, all or none, without a coroutine; False: use `ack`."""
+        return self._core.settler.ack_soon(partition_id, lease_id, group, transaction_ids, done)
 
     async def transaction(
         self, operations: Sequence[PushOp | AckOp], required_leases: Sequence[str] = ()

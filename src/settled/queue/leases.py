@@ -10,6 +10,8 @@ from uuid import UUID
 from settled.queue.db import sql
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from settled.queue.cache import SegmentCache
     from settled.queue.db import Pool
     from settled.queue.popped import Piece
@@ -41,7 +43,18 @@ def read_lease(lease_id: str) -> tuple[int, int, bool] | None:
 class Lease:
     """One lane's part of a lease: where its range begins, its length, and which message is where."""
 
-    __slots__ = ("_index", "_pieces", "base", "group_id", "id", "lane_id", "length", "parked", "popped_at")
+    __slots__ = (
+        "_index",
+        "_pieces",
+        "base",
+        "group_id",
+        "id",
+        "key",
+        "lane_id",
+        "length",
+        "parked",
+        "popped_at",
+    )
 
     def __init__(
         self,
@@ -57,6 +70,7 @@ class Lease:
         self.id = lease_id
         self.lane_id = lane_id
         self.group_id = group_id
+        self.key = (lane_id, group_id)
         self.base = base
         self.length = length
         self.parked = parked
@@ -69,6 +83,27 @@ class Lease:
         if self._pieces is not None:
             self._read()
         return self._index.get(transaction_id)
+
+    def mask(self, transaction_ids: Sequence[str]) -> int:
+        """These messages as bits from `base` on; 0 if one is unknown, parked or named twice."""
+        if self._pieces is not None:
+            self._read()
+        if self.parked:
+            return 0
+        places = [self._index.get(each, -1) for each in transaction_ids]
+        first, last, count = min(places), max(places), len(places)
+        if first < self.base or last >= self.base + self.length:
+            return 0
+        if count == 1:
+            return 1 << (first - self.base)
+        if len(set(places)) != count:
+            return 0
+        if last - first == count - 1:
+            return ((1 << count) - 1) << (first - self.base)
+        mask = 0
+        for place in places:
+            mask |= 1 << (place - first)
+        return mask << (first - self.base)
 
     def transaction_ids(self) -> list[str]:
         """The messages under this lease, in the order in which they were handed out."""

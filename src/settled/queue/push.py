@@ -65,6 +65,11 @@ class Pusher:
         for link in self._links:
             await link.close()
 
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more is taken."""
+        return self._closing
+
     async def push(self, chunks: Sequence[Chunk]) -> None:
         """Queue chunks and wait until all were answered; raises the first error, but for `Gone`."""
         if self._closing:
@@ -72,9 +77,6 @@ class Pusher:
         if not chunks:
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if len(chunks) == 1:
-            await self._push_one(chunks[0], waiting)
-            return
         left = len(chunks)
 
         def done() -> None:
@@ -85,25 +87,19 @@ class Pusher:
 
         for chunk in chunks:
             chunk.done = done
-            chunk.lane.pending.append(chunk)
-            if not chunk.lane.busy:
-                self._dirty[chunk.lane] = None
-        self._wake.set()
+            self.submit(chunk)
         await waiting
         for chunk in chunks:
             if chunk.error is not None and not isinstance(chunk.error, Gone):
                 raise chunk.error
 
-    async def _push_one(self, chunk: Chunk, waiting: asyncio.Future[None]) -> None:
-        chunk.done = lambda: None if waiting.done() else waiting.set_result(None)
+    def submit(self, chunk: Chunk) -> None:
+        """Put a chunk into the next flush of its lane; its `done` is called when it was answered."""
         lane = chunk.lane
         lane.pending.append(chunk)
         if not lane.busy:
             self._dirty[lane] = None
-        self._wake.set()
-        await waiting
-        if chunk.error is not None and not isinstance(chunk.error, Gone):
-            raise chunk.error
+            self._wake.set()
 
     async def exclusive(self, lanes: Iterable[Lane]) -> list[Lane]:
         """Keep lanes out of flushes until `free`; taken in one order, so callers cannot block each other."""

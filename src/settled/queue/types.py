@@ -41,6 +41,7 @@ __all__ = [
     "PoppedMessage",
     "AckItem",
     "AckResult",
+    "Acked",
     "PushOp",
     "AckOp",
     "TransactionResult",
@@ -150,6 +151,14 @@ class AckResult(msgspec.Struct, gc=False):
     lease_released: bool = False
     dlq: bool = False
     attempts: int = 0
+
+
+class Acked(msgspec.Struct, frozen=True, gc=False):
+    """The answer to plain acks: all were acknowledged, and whether that was the last of the lease."""
+
+    queue: str
+    partition: str
+    lease_released: bool
 
 
 class PushOp(msgspec.Struct, frozen=True, tag="push"):

@@ -27,6 +27,7 @@ HEADER_VALUE_LIMIT = 8192
 DELAY_LIMIT = 366 * 86_400
 UUID_SIZE = 36
 NULL = b"null"
+DONE = (None, "completed", "success")
 
 
 def push_items(items: list[bodies.PushItem], field: str = "items") -> list[PushItem]:
@@ -119,6 +120,11 @@ def partition_id(value: str, field: str = "partitionId") -> str:
     if text is None:
         raise bad(field, f"must be the uuid a pop returned, got {value[:64]!r}")
     return text
+
+
+def plain_ack(body: bodies.AckBody) -> bool:
+    """Whether a message was handled, and nothing else is said about it."""
+    return body.status in DONE and body.error is None and body.delay_seconds is None
 
 
 def ack_item(body: bodies.AckBody | bodies.AckOperation, at: str, group: str | None) -> AckItem:

@@ -8,15 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from settled.queue.types import AckItem, AckResult, Popped, PopRequest, PushOp, PushResult
+from settled.queue.types import (
+    QUEUE_MODE,
+    Acked,
+    AckItem,
+    AckResult,
+    Popped,
+    PopRequest,
+    PushOp,
+    PushResult,
+)
 
 from . import answers, bodies
-from .convert import ack_item, ack_items, operations, push_items
+from .convert import ITEMS_LIMIT, ack_item, ack_items, operations, plain_ack, push_items
 from .exchange import Answer, Request, bad, ok
 from .parse import decode, name, pop_query
 
 if TYPE_CHECKING:
     from settled.queue.engine import Engine
+
+    from .router import Reply
 
 PAUSE = 1.0
 LEASE_LIMIT = 86_400
@@ -50,6 +61,17 @@ class Messages:
         if not items:
             return Answer(201, b"[]")
         return Answer(201, answers.pushed(await self._engine.push(items), items))
+
+    def push_soon(self, request: Request, reply: Reply) -> bool:
+        """POST /api/v1/push of messages of one partition."""
+        items = push_items(decode(request.body, _push).items)
+        if not items:
+            return False
+
+        def done(results: list[PushResult] | Exception | None) -> None:
+            reply(Answer(201, answers.pushed(results, items)) if isinstance(results, list) else results)
+
+        return self._engine.push_soon(items, done)
 
     async def pop_queue(self, request: Request) -> Answer:
         """GET /api/v1/pop/queue/{queue} and .../partition/{partition}."""
@@ -155,6 +177,45 @@ class Messages:
         first = refused[0]
         error = f"acknowledgments[{first.index}]: {first.error}; nothing was settled"
         return ok({"success": False, "message": first.message, "error": error, "results": shown}, 409)
+
+    def ack_soon(self, request: Request, reply: Reply) -> bool:
+        """POST /api/v1/ack of one message that was handled."""
+        body = decode(request.body, _ack)
+        if not plain_ack(body):
+            return False
+
+        def done(settled: Acked | Exception | None) -> None:
+            if isinstance(settled, Acked):
+                reply(Answer(200, answers.all_acked([body.transaction_id], settled)[0]))
+            else:
+                reply(settled)
+
+        group = body.consumer_group or QUEUE_MODE
+        return self._engine.ack_soon(body.partition_id, body.lease_id, group, [body.transaction_id], done)
+
+    def ack_batch_soon(self, request: Request, reply: Reply) -> bool:
+        """POST /api/v1/ack/batch of messages of one lease that were handled."""
+        body = decode(request.body, _ack_batch)
+        acks = body.acknowledgments
+        if not acks or len(acks) > ITEMS_LIMIT:
+            return False
+        first = acks[0]
+        partition_id, lease_id, group = first.partition_id, first.lease_id, first.consumer_group
+        for ack in acks:
+            if ack.partition_id != partition_id or ack.lease_id != lease_id or ack.consumer_group != group:
+                return False
+            if not plain_ack(ack):
+                return False
+        ids = [ack.transaction_id for ack in acks]
+
+        def done(settled: Acked | Exception | None) -> None:
+            if isinstance(settled, Acked):
+                reply(Answer(200, b"[%b]" % b",".join(answers.all_acked(ids, settled))))
+            else:
+                reply(settled)
+
+        whole = group or body.consumer_group or QUEUE_MODE
+        return self._engine.ack_soon(partition_id, lease_id, whole, ids, done)
 
     async def extend(self, request: Request) -> Answer:
         """POST /api/v1/lease/{leaseId}/extend; the body may be left out."""
