@@ -80,6 +80,14 @@ class Engine:
             return Popped(request.group, empty="paused")
         return await self._core.poller.pop(request)
 
+    def pop_soon(self, request: PopRequest, done: Done[Popped]) -> bool:
+        """Like `pop` without a coroutine, of a queue known to have messages; False: use `pop`."""
+        return not self._core.switches.get("pop") and self._core.poller.pop_soon(request, done)
+
+    def give_back(self, popped: Popped) -> None:
+        """Let others have what was handed out to somebody who has gone away."""
+        self._core.give_back(popped)
+
     async def ack(
         self, items: Sequence[AckItem], group: str = QUEUE_MODE, *, atomic: bool = True
     ) -> list[AckResult]:

@@ -173,8 +173,7 @@ class Popper:
             return
         if ask.lane is None and not any(ready.ready for ready in ask.sets):
             return
-        self._pending.append(ask)
-        self._wake.set()
+        self.submit(ask)
         try:
             await ask.future
         except asyncio.CancelledError:
@@ -182,6 +181,11 @@ class Popper:
                 # Answered, but the caller went away before it could hear of it.
                 self._abandoned(ask.popped)
             raise
+
+    def submit(self, ask: Ask) -> None:
+        """Put an ask into the next claim; its `future` is done when it was answered."""
+        self._pending.append(ask)
+        self._wake.set()
 
     async def claim_alone(self, ask: Ask) -> None:
         """Try once, sharing nothing with anybody."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,7 +12,6 @@ import msgspec
 from settled.queue.types import (
     QUEUE_MODE,
     Acked,
-    AckItem,
     AckResult,
     Popped,
     PopRequest,
@@ -75,25 +75,21 @@ class Messages:
 
     async def pop_queue(self, request: Request) -> Answer:
         """GET /api/v1/pop/queue/{queue} and .../partition/{partition}."""
-        query = pop_query(request.query)
-        queue, *rest = request.segments
-        name(queue, "queue")
-        partition = name(rest[0], "partition") if rest else None
-        return await self._pop(
-            request,
-            PopRequest(
-                queue=queue,
-                partition=partition,
-                group=query.group,
-                batch=query.batch,
-                partitions=query.partitions,
-                auto_ack=query.auto_ack,
-                wait=query.wait,
-                lease_seconds=query.lease_seconds,
-                subscription_mode=query.mode,
-                subscription_from=query.origin,
-            ),
-        )
+        return await self._pop(request, pop_request(request.segments, request.query))
+
+    def pop_soon(self, request: Request, reply: Reply) -> bool:
+        """GET /api/v1/pop/queue/{queue} of a queue that has messages."""
+        wanted = pop_request(request.segments, request.query)
+
+        def done(result: Popped | Exception | None) -> None:
+            if not isinstance(result, Popped):
+                reply(result)
+                return
+            if request.gone:
+                self._engine.give_back(result)
+            reply(Answer(200, answers.popped(result, wanted)))
+
+        return self._engine.pop_soon(wanted, done)
 
     async def pop_any(self, request: Request) -> Answer:
         """GET /api/v1/pop?namespace=&task=."""
@@ -121,8 +117,8 @@ class Messages:
             result = await self._wait(request, wanted)
         else:
             result = await self._engine.pop(wanted)
-        if request.gone and result.lease_id:
-            await self._give_back(result)
+        if request.gone:
+            self._engine.give_back(result)
         return Answer(200, answers.popped(result, wanted))
 
     async def _wait(self, request: Request, wanted: PopRequest) -> Popped:
@@ -148,14 +144,6 @@ class Messages:
 
     def _told_to_stop(self, request: Request) -> bool:
         return self._stopping and not request.gone
-
-    async def _give_back(self, result: Popped) -> None:
-        """The client hung up before it got its messages: others need not wait for the lease to expire."""
-        items = [
-            AckItem(m.transaction_id, m.partition_id, "retry", m.lease_id, group=m.group)
-            for m in result.messages()
-        ]
-        await self._engine.ack(items, result.group, atomic=False)
 
     async def ack(self, request: Request) -> Answer:
         """POST /api/v1/ack."""
@@ -250,6 +238,25 @@ class Messages:
             (r.message for r in result.results if isinstance(r, AckResult) and not r.success), "conflict"
         )
         return ok({**answer, "error": result.error or "Transaction failed", "message": why}, 409)
+
+
+@lru_cache(maxsize=4096)
+def pop_request(segments: tuple[str, ...], raw: bytes) -> PopRequest:
+    """What a pop of a queue asks for, remembered, since consumers repeat themselves."""
+    query = pop_query(raw)
+    queue, *rest = segments
+    return PopRequest(
+        queue=name(queue, "queue"),
+        partition=name(rest[0], "partition") if rest else None,
+        group=query.group,
+        batch=query.batch,
+        partitions=query.partitions,
+        auto_ack=query.auto_ack,
+        wait=query.wait,
+        lease_seconds=query.lease_seconds,
+        subscription_mode=query.mode,
+        subscription_from=query.origin,
+    )
 
 
 def _status(result: AckResult) -> int:

@@ -66,7 +66,15 @@ def routes(engine: Engine, m: Messages, sys: System, openapi: Endpoint) -> list[
     resources, upkeep = "/api/v1/resources", "/api/v1/system/maintenance"
     return [
         Route("POST", "/api/v1/push", m.push, "Push messages.", bodies.PushBody, (), m.push_soon),
-        Route("GET", f"{pop}/queue/{{queue}}", m.pop_queue, "Take messages of any partition.", None, _POP),
+        Route(
+            "GET",
+            f"{pop}/queue/{{queue}}",
+            m.pop_queue,
+            "Take messages of any partition.",
+            None,
+            _POP,
+            m.pop_soon,
+        ),
         Route(
             "GET",
             f"{pop}/queue/{{queue}}/partition/{{partition}}",
