@@ -106,6 +106,7 @@ class Batch:
         "payloads",
         "places",
         "tx",
+        "whole",
     )
 
     def __init__(self, lane: Lane, chunks: list[Chunk]) -> None:
@@ -121,17 +122,19 @@ class Batch:
         ] = []  # for each chunk's item: its place here, or the first message's id
         self.body = b""
         self.answered = False
+        self.whole = False  # one chunk, as it came
 
     def fill(self, duplicates: dict[bytes, str]) -> None:
         """Lay out the chunks, leaving out what the lane has already and what comes twice."""
+        self.whole = False
         self.tx, self.hashes, self.payloads, self.headers, self.places = [], [], [], [], []
         ids: list[bytes] | None = None
         if len(self.chunks) == 1 and not duplicates and self.chunks[0].ids is None:
             chunk = self.chunks[0]
             if len(set(chunk.hashes)) == len(chunk.hashes) or not any(chunk.hashes):
+                self.whole = True
                 self.tx, self.hashes, self.payloads = chunk.tx, chunk.hashes, chunk.payloads
                 self.headers = chunk.headers
-                self.places = [list(range(len(chunk.tx)))]
                 self.body = segment.encode(self.base, self.tx, self.payloads, self.headers)
                 return
         seen: dict[bytes, int] = {}
@@ -162,6 +165,10 @@ class Batch:
         """Tell each caller what became of its items."""
         self.answered = True
         ids = segment.id_texts(self.base, len(self.tx))
+        if self.whole:
+            self.chunks[0].results = [(own, False) for own in ids]
+            self.chunks[0].done()
+            return
         for chunk, places in zip(self.chunks, self.places, strict=True):
             chunk.results = [
                 (place, True)
