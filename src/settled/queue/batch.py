@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from settled.queue import dedup, segment
@@ -60,6 +61,12 @@ class Chunk:
         """Transaction id, its hash, payload and headers of each item."""
         return zip(self.tx, self.hashes, self.payloads, self.headers, strict=True)
 
+    def put(self, tx: list[bytes], payloads: list[bytes]) -> None:
+        """Take plain JSON messages; an empty transaction id stands for none."""
+        self.tx, self.payloads = tx, payloads
+        self.headers = [b""] * len(tx)
+        self.hashes = dedup.fingerprints(tx) if tx[0] else [0] * len(tx)
+
     def extend(self, items: Sequence[PushItem]) -> None:
         """Take items; a bad one is refused before anybody else's is touched."""
         fingerprint, plain = dedup.fingerprint, segment.JSON
@@ -80,6 +87,18 @@ class Chunk:
                 headers.append(segment.pack_headers(given, item.content_type, item.trace_id, item.producer))
             else:
                 headers.append(b"")
+
+
+def plain_ids(given: Sequence[str | None]) -> list[bytes] | None:
+    """Transaction ids as UTF-8, or all empty where none was given; None if one needs a closer look."""
+    if given[0] is None:
+        return [b""] * len(given) if all(tx is None for tx in given) else None
+    try:
+        ids = [tx.encode() for tx in given]  # type: ignore[union-attr]
+    except (AttributeError, UnicodeEncodeError):
+        return None
+    sizes = [*map(len, ids)]  # in bytes, so no more than that many characters
+    return ids if min(sizes) and max(sizes) <= TX_LIMIT and b"\0" not in b"".join(ids) else None
 
 
 def check_transaction_id(tx: object) -> bytes:
@@ -166,7 +185,7 @@ class Batch:
         self.answered = True
         ids = segment.id_texts(self.base, len(self.tx))
         if self.whole:
-            self.chunks[0].results = [(own, False) for own in ids]
+            self.chunks[0].results = [*zip(ids, repeat(False))]
             self.chunks[0].done()
             return
         for chunk, places in zip(self.chunks, self.places, strict=True):

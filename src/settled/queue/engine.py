@@ -14,6 +14,7 @@ from settled.queue.types import (
     AckItem,
     AckOp,
     AckResult,
+    Appended,
     Configured,
     CycleAck,
     CycleResult,
@@ -70,9 +71,16 @@ class Engine:
         """Append messages durably, answer in item order; QueueFull or BadRequest refuse the whole call."""
         return await pushing.push(self._core, items)
 
-    def push_soon(self, items: Sequence[PushItem], done: Done[list[PushResult]]) -> bool:
-        """Like `push` without a coroutine, for items of one known partition; False: use `push`."""
-        return pushing.push_soon(self._core, items, done)
+    def push_soon(
+        self,
+        queue: str,
+        partition: str,
+        transaction_ids: Sequence[str | None],
+        payloads: list[bytes],
+        done: Done[Appended],
+    ) -> bool:
+        """Append JSON to one known partition without a coroutine; False: use `push`."""
+        return pushing.push_soon(self._core, queue, partition, transaction_ids, payloads, done)
 
     async def pop(self, request: PopRequest) -> Popped:
         """Hand out a batch under a lease (auto_ack: settled at once), waiting up to `wait` seconds."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from settled.queue.batch import Chunk, Gone
+from settled.queue.batch import Chunk, Gone, plain_ids
 from settled.queue.errors import BadRequest, Unavailable
 from settled.queue.push import ATTEMPTS, LANE_LIMIT
 from settled.queue.schedule import MAX_DELAY, schedule
 from settled.queue.soon import Done, tell
-from settled.queue.types import PushItem, PushResult
+from settled.queue.types import Appended, PushItem, PushResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,27 +51,31 @@ async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:
         core.room.done(counts)
 
 
-def push_soon(core: Core, items: Sequence[PushItem], done: Done[list[PushResult]]) -> bool:
-    """Append items of one known lane and tell `done` their results, or None where it takes `push` after all.
+def push_soon(
+    core: Core,
+    queue: str,
+    partition: str,
+    transaction_ids: Sequence[str | None],
+    payloads: list[bytes],
+    done: Done[Appended],
+) -> bool:
+    """Append JSON payloads to a known lane and tell `done`, or None where it takes `push` after all.
 
     False, and nothing is done, for anything that `push` must look at.
     """
-    first = items[0]
-    queue, partition = first.queue, first.partition
     lane = core.registry.lanes.get((queue, partition))
     if lane is None or lane.queue.options.max_size or core.switches.get("push") or core.pusher.closing:
         return False
-    if len(items) > LANE_LIMIT or first.delay_seconds:
+    tx = plain_ids(transaction_ids)
+    if tx is None or len(tx) > LANE_LIMIT:
         return False
-    for item in items:
-        if item.partition != partition or item.queue != queue or item.delay_seconds:
-            return False
-    chunk = Chunk(lane, items)
+    chunk = Chunk(lane)
+    chunk.put(tx, payloads)
 
     def answered() -> None:
         error = chunk.error
         if error is None:
-            tell(done, _results(lane, items, chunk.results))
+            tell(done, Appended(lane.queue.name, lane.uid, chunk.results))
         else:
             tell(done, None if isinstance(error, Gone) else error)
 

@@ -36,6 +36,7 @@ __all__ = [
     "JSON",
     "PushItem",
     "PushResult",
+    "Appended",
     "PopRequest",
     "Popped",
     "PoppedMessage",
@@ -108,6 +109,14 @@ class PushResult(msgspec.Struct, gc=False):
     queue: str
     partition: str
     partition_id: str
+
+
+class Appended(msgspec.Struct, frozen=True, gc=False):
+    """The answer to plain pushes: where they went, each message's id, and whether it is a duplicate's."""
+
+    queue: str
+    partition_id: str
+    results: list[tuple[str, bool]]
 
 
 class PopRequest(msgspec.Struct, frozen=True):

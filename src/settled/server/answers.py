@@ -12,7 +12,6 @@ from msgspec import Raw, Struct
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from settled.queue.types import Acked as Settled
     from settled.queue.types import (
         AckResult,
         Configured,
@@ -95,17 +94,6 @@ def acked(index: int, result: AckResult) -> Acked:
         result.dlq,
         result.attempts,
     )
-
-
-def all_acked(transaction_ids: list[str], settled: Settled) -> list[bytes]:
-    """The answers to acks of one partition that were all accepted, each as its JSON object."""
-    tail = b'"success":true,"message":"acknowledged","error":null,"queueName":%b,"partitionName":%b,' % (
-        encode(settled.queue),
-        encode(settled.partition),
-    ) + b'"leaseReleased":%b,"dlq":false,"retryCount":0}' % (b"true" if settled.lease_released else b"false")
-    # No string of JSON has `","` inside: a quote in it has a backslash before it.
-    ids = encode(transaction_ids)[2:-2].split(b'","')
-    return [b'{"index":%d,"transactionId":"%b",%b' % (i, each, tail) for i, each in enumerate(ids)]
 
 
 def popped(result: Popped, request: PopRequest) -> bytes:

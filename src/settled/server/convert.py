@@ -37,6 +37,17 @@ def push_items(items: list[bodies.PushItem], field: str = "items") -> list[PushI
     return [_push_item(item, field, i) for i, item in enumerate(items)]
 
 
+def plain_push(items: list[bodies.PushItem]) -> bool:
+    """Whether these are JSON messages for one partition, now, with nothing else said about them."""
+    queue, partition = items[0].queue, items[0].partition
+    for item in items:
+        if item.queue != queue or item.partition != partition or item.content_type is not None:
+            return False
+        if item.headers is not None or item.trace_id is not None or item.delay_seconds is not None:
+            return False
+    return len(items) <= ITEMS_LIMIT
+
+
 def _push_item(item: bodies.PushItem, field: str, i: int) -> PushItem:
     queue, partition, transaction_id = item.queue, item.partition, item.transaction_id
     # Spelled out rather than through name(): this runs once a message.

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from settled.queue.types import (
+    DEFAULT_PARTITION,
     QUEUE_MODE,
     Acked,
     AckResult,
+    Appended,
     Popped,
     PopRequest,
     PushOp,
     PushResult,
 )
 
-from . import answers, bodies
-from .convert import ITEMS_LIMIT, ack_item, ack_items, operations, plain_ack, push_items
+from . import answers, bodies, spliced
+from .convert import ITEMS_LIMIT, NULL, ack_item, ack_items, operations, plain_ack, plain_push, push_items
 from .exchange import Answer, Request, bad, ok
 from .parse import decode, name, pop_query
 
@@ -63,15 +65,18 @@ class Messages:
         return Answer(201, answers.pushed(await self._engine.push(items), items))
 
     def push_soon(self, request: Request, reply: Reply) -> bool:
-        """POST /api/v1/push of messages of one partition."""
-        items = push_items(decode(request.body, _push).items)
-        if not items:
+        """POST /api/v1/push of plain messages of one partition."""
+        items = decode(request.body, _push).items
+        if not items or not plain_push(items):
             return False
+        ids = [item.transaction_id for item in items]
+        payloads = [bytes(item.payload or item.data or NULL) for item in items]
 
-        def done(results: list[PushResult] | Exception | None) -> None:
-            reply(Answer(201, answers.pushed(results, items)) if isinstance(results, list) else results)
+        def done(result: Appended | Exception | None) -> None:
+            reply(Answer(201, spliced.appended(result, ids)) if isinstance(result, Appended) else result)
 
-        return self._engine.push_soon(items, done)
+        partition = DEFAULT_PARTITION if items[0].partition is None else items[0].partition
+        return self._engine.push_soon(items[0].queue, partition, ids, payloads, done)
 
     async def pop_queue(self, request: Request) -> Answer:
         """GET /api/v1/pop/queue/{queue} and .../partition/{partition}."""
@@ -174,7 +179,7 @@ class Messages:
 
         def done(settled: Acked | Exception | None) -> None:
             if isinstance(settled, Acked):
-                reply(Answer(200, answers.all_acked([body.transaction_id], settled)[0]))
+                reply(Answer(200, spliced.all_acked([body.transaction_id], settled)[0].encode()))
             else:
                 reply(settled)
 
@@ -198,7 +203,7 @@ class Messages:
 
         def done(settled: Acked | Exception | None) -> None:
             if isinstance(settled, Acked):
-                reply(Answer(200, b"[%b]" % b",".join(answers.all_acked(ids, settled))))
+                reply(Answer(200, f"[{','.join(spliced.all_acked(ids, settled))}]".encode()))
             else:
                 reply(settled)
 
