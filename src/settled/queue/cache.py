@@ -21,7 +21,7 @@ EPOCH_US = 1_000_000
 class SegmentCache:
     """Recently written and recently read segments; they never change, so they are never stale."""
 
-    def __init__(self, capacity: int = 48 * 2**20) -> None:
+    def __init__(self, capacity: int = 32 * 2**20) -> None:
         self._capacity = capacity
         self._size = 0
         self._segments: OrderedDict[tuple[int, int], Segment | tuple[int, bytes]] = OrderedDict()
@@ -121,7 +121,7 @@ class SegmentCache:
 
 
 def _weight(entry: Segment | tuple[int, bytes]) -> int:
-    return 200 + (len(entry[1]) if isinstance(entry, tuple) else 3 * entry.size)
+    return 200 + (len(entry[1]) if isinstance(entry, tuple) else entry.size + 120 * entry.n)
 
 
 def micros(at: Any) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from settled.queue.db import sql
+from settled.queue.places import Places
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,8 +45,8 @@ class Lease:
     """One lane's part of a lease: where its range begins, its length, and which message is where."""
 
     __slots__ = (
-        "_index",
         "_pieces",
+        "_places",
         "base",
         "group_id",
         "id",
@@ -75,22 +76,19 @@ class Lease:
         self.length = length
         self.parked = parked
         self.popped_at = popped_at
-        self._pieces: list[Piece] | None = pieces
-        self._index: dict[str, int] = {}
+        self._pieces = pieces
+        self._places: Places | None = None
 
     def place(self, transaction_id: str) -> int | None:
         """The sequence number of a message under this lease, or None."""
-        if self._pieces is not None:
-            self._read()
-        return self._index.get(transaction_id)
+        found = self._known().find(transaction_id)
+        return found if found >= 0 else None
 
     def mask(self, transaction_ids: Sequence[str]) -> int:
         """These messages as bits from `base` on; 0 if one is unknown, parked or named twice."""
-        if self._pieces is not None:
-            self._read()
         if self.parked:
             return 0
-        places = [self._index.get(each, -1) for each in transaction_ids]
+        places = self._known().find_all(transaction_ids)
         first, last, count = min(places), max(places), len(places)
         if first < self.base or last >= self.base + self.length:
             return 0
@@ -107,17 +105,18 @@ class Lease:
 
     def transaction_ids(self) -> list[str]:
         """The messages under this lease, in the order in which they were handed out."""
-        if self._pieces is not None:
-            self._read()
-        return list(self._index)
+        return self._known().ids()
 
-    def _read(self) -> None:
-        if self._pieces is not None:
+    def _known(self) -> Places:
+        if self._places is None:
+            ids: list[str] = []
+            seqs: list[int] = []
             for piece in self._pieces:
                 txs, first = piece.segment.txs(), piece.segment.first_seq
-                for offset in piece.offsets:
-                    self._index[txs[offset]] = first + offset
-            self._pieces = None
+                ids += [txs[offset] for offset in piece.offsets]
+                seqs += [first + offset for offset in piece.offsets]
+            self._places, self._pieces = Places(ids, seqs), []
+        return self._places
 
 
 class Leases:
