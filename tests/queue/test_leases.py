@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from settled.queue import leases
+from settled.queue import leases, places
 from settled.queue.types import AckItem
 from tests.queue.helpers import ids, pop, push, settle, with_engine
 
@@ -42,7 +42,7 @@ async def test_acks_of_far_more_messages_than_are_remembered_whole_need_no_look_
 async def test_a_lease_with_two_ids_of_one_hash_is_forgotten_rather_than_confused(engine: Engine) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(leases, "REMEMBERED_MESSAGES", 2)
-        patch.setattr(leases, "fingerprint", lambda _: 7)
+        patch.setattr(places, "hash", lambda _: 7, raising=False)
         for lane in range(3):
             await push(engine, "q", f"{lane}a", f"{lane}b", partition=f"p{lane}")
         batches = [await pop(engine, "q", 2) for _ in range(3)]

@@ -140,15 +140,16 @@ class Core:
     def metrics(self) -> dict[str, float]:
         """Counters since the engine was opened, and gauges."""
         ready = self.ready.sets.values()
+        settled = self.settler.settled + self.settler.plain.settled
         return {
             "pushed_messages_total": self.pusher.messages,
             "push_flushes_total": self.pusher.flushes,
             "duplicate_messages_total": self.pusher.duplicates,
             "popped_messages_total": self.popper.messages,
             "claims_total": self.popper.claims,
-            "settled_messages_total": self.settler.settled,
-            "settle_calls_total": self.settler.calls,
-            "acknowledged_messages_total": self.settler.settled - sum(self.settler.outcomes.values()),
+            "settled_messages_total": settled,
+            "settle_calls_total": self.settler.calls + self.settler.plain.calls,
+            "acknowledged_messages_total": settled - sum(self.settler.outcomes.values()),
             **{f"{name}_messages_total": count for name, count in self.settler.outcomes.items()},
             "refused_acks_total": self.settler.refused,
             "known_lanes": len(self.registry.lanes_by_id),

@@ -7,13 +7,11 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import numpy as np
-
 from settled.queue.db import sql
-from settled.queue.dedup import fingerprint
+from settled.queue.places import Places
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
 
     from settled.queue.cache import SegmentCache
     from settled.queue.db import Pool
@@ -48,13 +46,12 @@ class Lease:
     """One lane's part of a lease: where its range begins, its length, and which message is where."""
 
     __slots__ = (
-        "_index",
-        "_keys",
         "_pieces",
-        "_seqs",
+        "_places",
         "base",
         "group_id",
         "id",
+        "key",
         "lane_id",
         "length",
         "parked",
@@ -75,56 +72,56 @@ class Lease:
         self.id = lease_id
         self.lane_id = lane_id
         self.group_id = group_id
+        self.key = (lane_id, group_id)
         self.base = base
         self.length = length
         self.parked = parked
         self.popped_at = popped_at
-        self._pieces: list[Piece] | None = pieces
-        self._index: dict[str, int] = {}
-        self._keys: NDArray[np.uint64] | None = None
-        self._seqs: NDArray[np.int64] | None = None
-
-    @property
-    def shrunk(self) -> bool:
-        """Whether it knows its messages by their hashes only."""
-        return self._keys is not None
-
-    def shrink(self) -> bool:
-        """Keep sixteen bytes a message; False if two of them have one hash."""
-        self._read()
-        hashes = (fingerprint(transaction_id.encode()) for transaction_id in self._index)
-        keys = np.fromiter(hashes, np.uint64, len(self._index))
-        order = np.argsort(keys)
-        keys = keys[order]
-        if (keys[1:] == keys[:-1]).any():
-            return False
-        self._seqs = np.fromiter(self._index.values(), np.int64, len(keys))[order]
-        self._keys, self._index = keys, {}
-        return True
+        self._pieces = pieces
+        self._places: Places | None = None
 
     def place(self, transaction_id: str) -> int | None:
         """The sequence number of a message under this lease, or None."""
-        if self._pieces is not None:
-            self._read()
-        if self._keys is not None and self._seqs is not None:
-            key = np.uint64(fingerprint(transaction_id.encode()))
-            at = int(np.searchsorted(self._keys, key))
-            return int(self._seqs[at]) if at < len(self._keys) and self._keys[at] == key else None
-        return self._index.get(transaction_id)
+        found = self._known().find(transaction_id)
+        return found if found >= 0 else None
+
+    def shrink(self) -> bool:
+        """Keep about 25 bytes a message; False if that cannot be."""
+        return self._known().shrink()
+
+    def mask(self, transaction_ids: Sequence[str]) -> int:
+        """These messages as bits from `base` on; 0 if one is unknown, parked or named twice."""
+        if self.parked:
+            return 0
+        places = self._known().find_all(transaction_ids)
+        first, last, count = min(places), max(places), len(places)
+        if first < self.base or last >= self.base + self.length:
+            return 0
+        if count == 1:
+            return 1 << (first - self.base)
+        if len(set(places)) != count:
+            return 0
+        if last - first == count - 1:
+            return ((1 << count) - 1) << (first - self.base)
+        mask = 0
+        for place in places:
+            mask |= 1 << (place - first)
+        return mask << (first - self.base)
 
     def transaction_ids(self) -> list[str]:
         """The messages under this lease, in the order in which they were handed out."""
-        if self._pieces is not None:
-            self._read()
-        return list(self._index)
+        return self._known().ids()
 
-    def _read(self) -> None:
-        if self._pieces is not None:
+    def _known(self) -> Places:
+        if self._places is None:
+            ids: list[str] = []
+            seqs: list[int] = []
             for piece in self._pieces:
                 txs, first = piece.segment.txs(), piece.segment.first_seq
-                for offset in piece.offsets:
-                    self._index[txs[offset]] = first + offset
-            self._pieces = None
+                ids += [txs[offset] for offset in piece.offsets]
+                seqs += [first + offset for offset in piece.offsets]
+            self._places, self._pieces = Places(ids, seqs), []
+        return self._places
 
 
 class Leases:

@@ -10,7 +10,7 @@ from .protocol import Connection, Shared
 if TYPE_CHECKING:
     import socket
 
-    from .protocol import Handler
+    from .protocol import Handler, Soon
 
 REQUEST_TIMEOUT = 60.0
 IDLE_TIMEOUT = 120.0
@@ -24,8 +24,8 @@ class Listener:
     end its long polls when it is told so.
     """
 
-    def __init__(self, handler: Handler, *, body_limit: int) -> None:
-        self._shared = Shared(handler, body_limit)
+    def __init__(self, handler: Handler, *, body_limit: int, soon: Soon | None = None) -> None:
+        self._shared = Shared(handler, body_limit, soon)
         self._server: asyncio.Server | None = None
         self._beat: asyncio.TimerHandle | None = None
 

@@ -1,0 +1,47 @@
+"""The answers that are given most often, spliced together rather than encoded field by field."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from settled.queue.types import Acked, Appended
+
+encode = msgspec.json.encode
+
+
+def appended(result: Appended, transaction_ids: Sequence[str | None]) -> bytes:
+    """The array that answers a push of plain messages."""
+    tail = (
+        b'"partition_id":%b,"trace_id":null,"queueName":%b}'
+        % (encode(result.partition_id), encode(result.queue))
+    ).decode()
+    ids = [own or given for own, (given, _) in zip(transaction_ids, result.results, strict=True)]
+    rows = [
+        f'{{"index":{i},"transaction_id":"{own}","status":"{"duplicate" if twice else "queued"}",'
+        f'"message_id":"{given}",{tail}'
+        for i, (own, (given, twice)) in enumerate(zip(_texts(ids), result.results, strict=True))
+    ]
+    return f"[{','.join(rows)}]".encode()
+
+
+def all_acked(transaction_ids: list[str], settled: Acked) -> list[str]:
+    """The answers to acks of one partition that were all accepted, each as its JSON object."""
+    tail = (
+        b'"success":true,"message":"acknowledged","error":null,"queueName":%b,"partitionName":%b,'
+        b'"leaseReleased":%b,"dlq":false,"retryCount":0}'
+        % (encode(settled.queue), encode(settled.partition), encode(settled.lease_released))
+    ).decode()
+    return [
+        f'{{"index":{i},"transactionId":"{each}",{tail}' for i, each in enumerate(_texts(transaction_ids))
+    ]
+
+
+def _texts(values: list[str]) -> list[str]:
+    """Strings as they stand between the quotes of JSON."""
+    # No string of JSON has `","` inside: a quote in it has a backslash before it.
+    return encode(values)[2:-2].decode().split('","')
