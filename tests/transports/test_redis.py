@@ -230,6 +230,24 @@ def test_what_a_dead_consumer_had_goes_to_another_and_the_dead_cannot_settle_it(
         other.ack(again)
 
 
+def test_acks_of_a_batch_are_sent_together_or_after_a_moment(
+    stream: RedisBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(stream, b"1", b"2", b"3", b"4")
+    channel, other = stream.channel(), stream.channel()
+    batch = channel.receive(4, 5.0)
+    channel.ack(batch[0])
+    channel.ack(batch[1])
+    again = [one(other), one(other)]
+    assert [(delivery.data, delivery.attempt) for delivery in again] == [(b"3", 2), (b"4", 2)]
+    channel.ack(batch[2])
+    with pytest.raises(LeaseLost, match=batch[3].id):
+        channel.ack(batch[3])
+    assert f"left to the broker: stream {stream.queue!r}: message {batch[2].id!r}" in caplog.text
+    for delivery in again:
+        other.ack(delivery)
+
+
 def test_the_list_of_a_consumer_without_a_sign_of_life_is_given_back(queue_list: RedisBroker) -> None:
     put(queue_list, b"1", b"2")
 
