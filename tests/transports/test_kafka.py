@@ -30,7 +30,15 @@ from settled.transports.base import (
 from settled.transports.faces import BlockingChannel
 from settled.transports.kafka import KafkaTopic, KafkaTransport
 from settled.transports.kafka.lane import Lane
-from tests.brokers.kafka import LOCK_SECONDS, PRODUCE, TOPIC_AUTHORIZATION_FAILED, Cluster, cluster
+from tests.brokers.kafka import (
+    GROUP_AUTHORIZATION_FAILED,
+    LOCK_SECONDS,
+    OFFSET_COMMIT,
+    PRODUCE,
+    TOPIC_AUTHORIZATION_FAILED,
+    Cluster,
+    cluster,
+)
 from tests.conftest import Order
 from tests.transports.conformance import Conformance, Queue
 from tests.transports.crashing import MESSAGES, consume_with_crashes
@@ -305,6 +313,19 @@ def test_a_letter_that_cannot_be_written_leaves_its_message(broker: KafkaBroker)
     assert headers["tenant"] == "acme"
     assert headers["settled-reason"] == "delivery error"
     assert headers["settled-group"] == broker.queue
+
+
+def test_a_commit_that_fails_reaches_the_caller_and_the_next_one_makes_up_for_it(broker: KafkaBroker) -> None:
+    for body in (b"1", b"2", b"3"):
+        broker.publish(Outgoing(subject=broker.queue, data=body))
+    channel = broker.channel()
+    first = one(channel)
+    broker.kafka.fail(OFFSET_COMMIT, GROUP_AUTHORIZATION_FAILED, 1)
+    with pytest.raises(KafkaException, match="authorization"):
+        channel.ack(first)
+    assert bodies(drain(channel, 1)) == [b"2"]
+    channel.close()
+    assert one(broker.channel()).data == b"3"
 
 
 def test_a_consumer_goes_on_when_the_brokers_are_back(broker: KafkaBroker) -> None:

@@ -29,6 +29,7 @@ logger = logging.getLogger("settled")
 
 SLICE = 0.2
 """A consumer that waits looks so often for what was given back."""
+_FLUSH_AFTER = 0.05
 _OURS = "settled-"
 _NOBODY = "settled-nobody"
 
@@ -89,7 +90,8 @@ class StreamChannel:
     A nack makes the message claimable at once, for any consumer, and takes its delivery off the count. Where
     others do nothing, because a list's pop cannot be undone, a stream keeps the message until it is settled.
     What a dead consumer had is claimed when its lease is over. Settling checks that the message is still
-    this consumer's, and a dead letter is written in the same step.
+    this consumer's, and a dead letter is written in the same step. With a buffer of one, every settlement is
+    done when its call returns; with a larger one, acknowledgements wait for the last of the batch, or 50 ms.
     """
 
     capabilities = Capabilities(reject=RejectMeans.TOGETHER, wakes=True)
@@ -104,12 +106,16 @@ class StreamChannel:
         self._look_at = 0.0
         self._wakes = 0
         self._joined = False
+        self._open = 0
+        self._acked: list[StreamDelivery] = []
+        self._flushing: asyncio.Task[None] | None = None
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         wakes = self._wakes
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         redis = (await self._transport.connection()).redis
+        await self._flush()
         while True:
             try:
                 taken = await self._take(redis, limit, until - loop.time())
@@ -119,6 +125,7 @@ class StreamChannel:
                 await prepare(self._transport, self._source, self._settings)
                 continue
             if taken or self._wakes != wakes or loop.time() >= until:
+                self._open = len(taken)
                 return taken
             await asyncio.sleep(0)
 
@@ -156,7 +163,44 @@ class StreamChannel:
         return SLICE if due < 0 else due / 1000, taken
 
     async def ack(self, delivery: Delivery) -> None:
-        await self._settle(delivery, "ack", int(self._settings.delete))
+        mine = _mine(delivery)
+        self._open -= 1
+        if self._open > 0:
+            self._acked.append(mine)
+            if self._flushing is None or self._flushing.done():
+                self._flushing = asyncio.create_task(self._flush_later(), name="redis-ack")
+            return
+        await self._flush()
+        (done,) = await self._ack([mine])
+        if not done:
+            raise self._lost(mine)
+
+    async def _ack(self, deliveries: Sequence[StreamDelivery]) -> list[int]:
+        pairs = [part for delivery in deliveries for part in (delivery.entry, delivery.attempt)]
+        arguments = [self._group, self._name, int(self._settings.delete), *pairs]
+        answers: list[int] = await self._run("stream_ack", [self._source.channel], arguments)
+        return answers
+
+    async def _flush_later(self) -> None:
+        await asyncio.sleep(_FLUSH_AFTER)
+        try:
+            await self._flush()
+        except Exception as error:
+            logger.error("%s: acknowledgements failed: %s", self._source.channel, error)  # noqa: TRY400
+
+    async def _flush(self) -> None:
+        waiting, self._acked = self._acked, []
+        if not waiting:
+            return
+        try:
+            answers = await self._ack(waiting)
+        except BaseException:
+            # Said again with the next ones. If it was heard, they are reported as lost, which does no harm.
+            self._acked = [*waiting, *self._acked]
+            raise
+        for delivery, done in zip(waiting, answers, strict=True):
+            if not done:
+                logger.error("settle failed, left to the broker: %s", self._lost(delivery))
 
     async def nack(self, delivery: Delivery) -> None:
         await self._settle(delivery, "nack")
@@ -178,6 +222,8 @@ class StreamChannel:
         self._wakes += 1
 
     async def close(self) -> None:
+        if self._flushing is not None:
+            await asyncio.wait([self._flushing])
         if self._joined:
             self._joined = False
             names = [self._group, self._name, _OURS, _NOBODY]
@@ -186,24 +232,20 @@ class StreamChannel:
                 await self._run("stream_leave", [self._source.channel], names)
 
     async def _settle(self, delivery: Delivery, what: str, *more: Any, dead: str | None = None) -> None:
-        if not isinstance(delivery, StreamDelivery):
-            raise TypeError(f"message {delivery.id!r} was not received from this transport")
-        arguments = [
-            self._group,
-            self._name,
-            _NOBODY,
-            delivery.entry,
-            delivery.attempt,
-            self._lease,
-            what,
-            *more,
-        ]
+        mine = _mine(delivery)
+        if what != "extend":
+            self._open -= 1
+        names = [self._group, self._name, _NOBODY]
+        arguments = [*names, mine.entry, mine.attempt, self._lease, what, *more]
         keys = [*self._keys("due"), dead or self._source.channel]
         if not await self._run("stream_settle", keys, arguments):
-            raise LeaseLost(
-                f"stream {self._source.channel!r}: message {delivery.id!r}: it is settled already, "
-                "or its lease ran out and another consumer has it"
-            )
+            raise self._lost(mine)
+
+    def _lost(self, delivery: Delivery) -> LeaseLost:
+        return LeaseLost(
+            f"stream {self._source.channel!r}: message {delivery.id!r}: it is settled already, "
+            "or its lease ran out and another consumer has it"
+        )
 
     def _keys(self, *kinds: str) -> list[str]:
         stream = self._source.channel
@@ -212,6 +254,12 @@ class StreamChannel:
 
     async def _run(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         return await (await self._transport.connection()).run(script, keys, arguments)
+
+
+def _mine(delivery: Delivery) -> StreamDelivery:
+    if not isinstance(delivery, StreamDelivery):
+        raise TypeError(f"message {delivery.id!r} was not received from this transport")
+    return delivery
 
 
 async def prepare(transport: RedisTransport, source: Source, settings: Reading) -> None:

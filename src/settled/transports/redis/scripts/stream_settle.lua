@@ -18,7 +18,7 @@ elseif what == 'requeue' then
   redis.call('XCLAIM', KEYS[1], group, nobody, 0, id, 'IDLE', math.max(0, lease - delay), 'JUSTID')
   redis.call('ZADD', KEYS[2], now + delay, id)
 else
-  if what == 'reject' then redis.call('XADD', KEYS[3], '*', unpack(ARGV, 9)) end
+  redis.call('XADD', KEYS[3], '*', unpack(ARGV, 9))
   redis.call('XACK', KEYS[1], group, id)
   if ARGV[8] == '1' then redis.call('XDEL', KEYS[1], id) end
 end
