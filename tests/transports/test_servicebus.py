@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from azure.servicebus import ServiceBusMessage, ServiceBusSubQueue
+from azure.servicebus.amqp import AmqpAnnotatedMessage
 
 from settled import App, ConfigurationError
+from settled.message import Delivery
 from settled.settlement import Reason, Reject
 from settled.transports.base import DelayMeans, LeaseLost, Outgoing, RejectMeans, Source
 from settled.transports.servicebus import Entity, ServiceBusTransport
@@ -284,14 +286,17 @@ def test_a_message_of_another_producer_and_a_batch_are_read_as_they_are(broker: 
                     ServiceBusMessage(b"\x00", message_id="m-2"),
                 ]
             )
+            for value in ("text", {"a": [1]}):
+                await sender.send_messages(AmqpAnnotatedMessage(value_body=value))
 
     broker.portal.run(send())
     channel = broker.channel()
-    found = list(channel.receive(2, 10))
-    while len(found) < 2:
-        found += channel.receive(2, 10)
+    found: list[Delivery] = []
+    while len(found) < 4:
+        found += channel.receive(4 - len(found), 10)
     assert (found[0].data, dict(found[0].headers)) == (b"text", {"n": "7", "content-type": "text/plain"})
     assert (found[1].data, found[1].id) == (b"\x00", "m-2")
+    assert [one.data for one in found[2:]] == [b"text", b'{"a":[1]}']
     facts = found[0].metadata()
     assert facts.stream_sequence is not None
     assert facts.timestamp is not None
