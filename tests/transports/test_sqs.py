@@ -144,11 +144,13 @@ def test_a_message_of_another_producer_is_read_as_it_is(broker: SqsBroker) -> No
         MessageAttributes={
             "n": {"DataType": "Number", "StringValue": "7"},
             "b": {"DataType": "Binary", "BinaryValue": b"\x00"},
+            "settled-encoding": {"DataType": "String", "StringValue": "base64"},
+            "settled-headers": {"DataType": "String", "StringValue": "not JSON"},
         },
     )
     (delivery,) = broker.channel().receive(1, 10)
     assert (delivery.id, delivery.data) == (sent["MessageId"], b"hello")
-    assert dict(delivery.headers) == {"n": "7", "b": "AA=="}
+    assert dict(delivery.headers) == {"n": "7", "b": "AA==", "settled-headers": "not JSON"}
     facts = delivery.metadata()
     assert facts.timestamp is not None
     assert abs(facts.timestamp.timestamp() - time.time()) < 60

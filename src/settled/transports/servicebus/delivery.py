@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 from azure.servicebus import ServiceBusMessage, ServiceBusReceivedMessage
+from azure.servicebus.amqp import AmqpMessageBodyType
 
 from settled.message import Delivery, Metadata
 from settled.transports.base import Outgoing
@@ -24,16 +26,14 @@ class ServiceBusDelivery(Delivery):
     def __init__(self, message: ServiceBusReceivedMessage, receiver: Any, subject: str) -> None:
         headers = _headers(message)
         identity = headers.pop(_ID, "") or message.message_id
-        earlier = int(headers.pop(_EARLIER, "0"))
+        earlier = headers.pop(_EARLIER, "")
         session = message.session_id
         super().__init__(
             id=identity or str(message.sequence_number),
             subject=subject,
-            data=b"".join(message.body)
-            if not isinstance(message.body, (bytes, str))
-            else _bytes(message.body),
+            data=_data(message),
             headers=headers,
-            attempt=earlier + (message.delivery_count or 0) + 1,
+            attempt=(int(earlier) if earlier.isdigit() else 0) + (message.delivery_count or 0) + 1,
             lane=session,
             ordered=session is not None and receiver.session is not None,
         )
@@ -50,8 +50,30 @@ class ServiceBusDelivery(Delivery):
         )
 
 
-def _bytes(body: bytes | str) -> bytes:
-    return body.encode() if isinstance(body, str) else body
+def _data(message: ServiceBusReceivedMessage) -> bytes:
+    """The body; of producers that send AMQP values instead of bytes, text as it is and the rest as JSON."""
+    body: Any = message.body
+    match message.body_type:
+        case AmqpMessageBodyType.DATA:
+            return b"".join(body)
+        case AmqpMessageBodyType.SEQUENCE:
+            body = list(body)
+    if isinstance(body, (str, bytes)):
+        return body.encode() if isinstance(body, str) else body
+    return msgspec.json.encode(_plain(body), enc_hook=_text)
+
+
+def _plain(value: Any) -> Any:
+    """The client gives the strings inside a value as bytes."""
+    match value:
+        case dict():
+            return {_plain(name): _plain(inner) for name, inner in value.items()}
+        case list() | tuple():
+            return [_plain(inner) for inner in value]
+        case bytes():
+            return value.decode(errors="replace")
+        case _:
+            return value
 
 
 def _headers(message: ServiceBusReceivedMessage) -> dict[str, str]:

@@ -76,10 +76,12 @@ class ServiceBusTransport(LoopTransport[_Bus]):
             "idle": seconds,
             "max_delivery_count": int,
             "sessions": flag,
+            "socket_timeout": seconds,
             "websocket": flag,
         }
         parts, options = parse(url, known)
         emulator, self._websocket = options.pop("emulator", False), options.pop("websocket", False)
+        self._socket_timeout = options.pop("socket_timeout", None)
         if parts.path.strip("/"):
             raise ConfigurationError(
                 "servicebus: the URL has a namespace only; queues are named by subscribers"
@@ -106,6 +108,8 @@ class ServiceBusTransport(LoopTransport[_Bus]):
         kind = TransportType.AmqpOverWebsocket if self._websocket else TransportType.Amqp
         # The pump tries again by itself: better soon than after the client's long patience.
         options: dict[str, Any] = {"retry_total": 1, "retry_backoff_factor": 0.1, "transport_type": kind}
+        if self._socket_timeout is not None:
+            options["socket_timeout"] = self._socket_timeout
         if self._connection_string is not None:
             return _Bus(ServiceBusClient.from_connection_string(self._connection_string, **options), None)
         try:

@@ -38,7 +38,11 @@ def data_of(body: str, encoding: str) -> bytes:
     """The bytes again."""
     match encoding:
         case "base64":
-            return base64.b64decode(body)
+            try:
+                return base64.b64decode(body)
+            except ValueError:
+                # Not ours after all; a body that cannot be read must not stop the queue.
+                return body.encode()
         case "empty":
             return b""
         case _:
@@ -76,5 +80,9 @@ def headers_of(attributes: Mapping[str, Any]) -> dict[str, str]:
         else base64.b64encode(value.get("BinaryValue", b"")).decode()
         for name, value in attributes.items()
     }
-    folded = headers.pop(FOLDED, None)
-    return {**headers, **msgspec.json.decode(folded, type=dict[str, str])} if folded is not None else headers
+    try:
+        folded = msgspec.json.decode(headers.get(FOLDED, "{}"), type=dict[str, str])
+    except msgspec.MsgspecError:
+        return headers
+    headers.pop(FOLDED, None)
+    return {**headers, **folded}
