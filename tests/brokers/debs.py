@@ -82,6 +82,8 @@ def _fetch(package: str, root: Path) -> None:
         "Dir::Cache": state / "cache",
         "Dir::Log": state,
         "APT::Sandbox::User": "root",
+        # dpkg's own lock is root's, and nothing of dpkg's is touched; ours is taken already.
+        "Debug::NoLocking": "true",
         "Acquire::Retries": 2,
         "Acquire::http::Timeout": 20,
         "Acquire::https::Timeout": 20,

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paho.mqtt import publish
+from paho.mqtt.client import MQTTv5
 
 from settled import App, ConfigurationError, DontAck, Message, Reject
 from settled.message import Delivery
@@ -238,8 +240,6 @@ def test_a_dead_letter_for_nobody_leaves_the_message_in_the_session(broker: Mqtt
     (delivery,) = gather(channel, 1)
     with pytest.raises(PublishFailed, match="nobody subscribes to it, so it would be lost"):
         channel.reject(delivery, Rejection(error="no"))
-    channel.close()
-    channel = broker.channel(source)
     (again,) = gather(channel, 1)
     assert again.data == b"poison"
     letters = broker.reader(f"nobody/{broker.queue}", "late")
@@ -298,6 +298,55 @@ def test_a_session_that_the_broker_has_lost_is_noticed(server: Mosquitto) -> Non
         assert after.data == b"2"
         channel.ack(after)
         broker.close()
+
+
+def test_an_ack_that_does_not_reach_the_broker_brings_the_message_again(broker: MqttBroker) -> None:
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    channel = broker.channel()
+    (delivery,) = gather(channel, 1)
+    broker.server.stop()
+    try:
+        in_the_end(lambda: not broker.transport.broker().connected)
+        with pytest.raises(OSError):
+            channel.ack(delivery)
+    finally:
+        broker.server.start()
+    again = Queue(broker, channel).in_the_end()
+    assert again.data == b"1"
+    channel.ack(again)
+    assert not channel.receive(1, 0.3)
+
+
+def in_the_end(happens: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_messages_without_a_guarantee_are_settled_like_others_while_this_process_lives(
+    broker: MqttBroker,
+) -> None:
+    for number in range(3):
+        publish.single(
+            broker.queue,
+            b"%d" % number,
+            qos=0,
+            hostname="127.0.0.1",
+            port=broker.server.port,
+            protocol=MQTTv5,
+        )
+    channel = broker.channel()
+    first, second, third = gather(channel, 3)
+    channel.ack(first)
+    channel.nack(second)
+    (again,) = gather(channel, 1)
+    assert (again.data, again.attempt) == (b"1", 1)
+    channel.requeue(third, 0)
+    (later,) = gather(channel, 1)
+    assert (later.data, later.attempt) == (b"2", 2)
+    channel.ack(again)
+    channel.ack(later)
 
 
 def test_two_processes_with_one_client_id_are_told(broker: MqttBroker, log: pytest.LogCaptureFixture) -> None:

@@ -445,6 +445,29 @@ def test_every_group_of_an_exchange_gets_every_message(server: RabbitServer) -> 
     assert sorted(seen) == [("billing", 1), ("billing", 2), ("shipping", 1), ("shipping", 2), ("shipping", 3)]
 
 
+def test_a_queue_that_was_deleted_is_made_again_where_that_is_wanted(broker: RabbitBroker) -> None:
+    channel = broker.channel()
+    assert not channel.receive(1, 0.1)
+
+    async def delete() -> None:
+        async with await aio_pika.connect(broker.server.url) as connection:
+            await (await connection.channel()).queue_delete(broker.queue)
+
+    broker.portal.run(delete())
+
+    def arrives() -> bool:
+        try:
+            broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+        except PublishFailed:
+            channel.receive(1, 0.1)
+            return False
+        return True
+
+    in_the_end(arrives)
+    (delivery,) = gather(channel, 1)
+    channel.ack(delivery)
+
+
 def test_messages_of_others_are_read_too(broker: RabbitBroker) -> None:
     async def put() -> None:
         async with await aio_pika.connect(broker.server.url) as connection:

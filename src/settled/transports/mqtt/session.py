@@ -66,6 +66,12 @@ class MqttDelivery(Delivery):
     def mid(self) -> int:
         return self.message.mid
 
+    def again(self, attempt: int) -> MqttDelivery:
+        """The same message, to be settled anew."""
+        other = MqttDelivery(self.message, attempt, self.client_id)
+        other.id = self.id
+        return other
+
     def metadata(self) -> Metadata:
         return Metadata(redelivery_count=self.attempt - 1, consumer=self.client_id)
 
@@ -95,6 +101,7 @@ class Session:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._released = False
         self._rewinding: asyncio.Task[None] | None = None
+        self._once = 0
         self.bell = asyncio.Event()
 
     @property
@@ -116,6 +123,8 @@ class Session:
                         self.client_id,
                         wire.why,
                     )
+                if wire is not None:
+                    await wire.close()
                 wire = await self._open()
             return wire
 
@@ -157,18 +166,26 @@ class Session:
         wire = await self.wire() if self._wire is None or not self._wire.is_open else self._wire
         # Only now: the session it belongs to may just have been found to be lost.
         mine = self.mine(delivery)
-        wire.ack(mine.mid)
+        if mine.mid > 0:
+            wire.ack(mine.mid)
         del self._held[mine.mid]
         self._failures.pop(mine.mid, None)
 
     def release(self, delivery: Delivery) -> None:
         """Do not acknowledge it, nor what came behind it, and have the session send all of that again."""
         mine = self.mine(delivery)
+        kept: deque[MqttDelivery] = deque()
         for one in (mine, *self._inbox):
-            self._failures[one.mid] = one.attempt - 1
-            self._held.pop(one.mid, None)
-        self._inbox.clear()
+            del self._held[one.mid]
+            if one.mid > 0:
+                self._failures[one.mid] = one.attempt - 1
+                continue
+            # Nobody but us has it.
+            kept.append(one.again(one.attempt))
+            self._held[one.mid] = kept[-1]
+        self._inbox = kept
         self._released = True
+        self.bell.set()
         if self._rewinding is None or self._rewinding.done():
             self._rewinding = asyncio.create_task(self._rewind())
 
@@ -184,11 +201,18 @@ class Session:
     def park(self, delivery: Delivery, delay: float) -> None:
         """Keep it here, unacknowledged, until it is due."""
         mine = self.mine(delivery)
-        again = MqttDelivery(mine.message, mine.attempt + 1, self.client_id)
-        again.id = mine.id
+        again = mine.again(mine.attempt + 1)
         self._held[mine.mid] = again
         self._failures[mine.mid] = mine.attempt
         self._timers[mine.mid] = asyncio.get_running_loop().call_later(max(0.0, delay), self._due, again)
+
+    def retry(self, delivery: MqttDelivery, delay: float) -> None:
+        """Settling it failed, and no lease runs out here: bring it again, unless somebody settles it."""
+        asyncio.get_running_loop().call_later(delay, self._retry, delivery)
+
+    def _retry(self, delivery: MqttDelivery) -> None:
+        if self._held.get(delivery.mid) is delivery and not delivery.settled:
+            self.park(delivery, 0)
 
     def _due(self, again: MqttDelivery) -> None:
         self._timers.pop(again.mid, None)
@@ -198,8 +222,9 @@ class Session:
 
     def _arrived(self, message: MQTTMessage) -> None:
         if message.qos == 0:
-            # There is nothing to acknowledge, and so nothing that could be given back.
-            logger.debug("mqtt: %s: a message with QoS 0 comes once at most", message.topic)
+            # It has no packet id, and the broker has forgotten it already.
+            self._once -= 1
+            message.mid = self._once
         if message.dup and message.mid in self._held:
             return
         # That it is a duplicate tells nothing of how often it came: brokers also mark what they only queued.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from paho.mqtt.client import topic_matches_sub
@@ -18,6 +19,7 @@ from settled.transports.base import (
     BrokerStatus,
     Capabilities,
     DelayMeans,
+    LeaseLost,
     NackMeans,
     Outgoing,
     Published,
@@ -26,7 +28,7 @@ from settled.transports.base import (
 )
 from settled.transports.letters import destination, letter
 from settled.transports.looped import LoopTransport
-from settled.transports.mqtt.session import MqttTopic, Session
+from settled.transports.mqtt.session import MqttDelivery, MqttTopic, Session
 from settled.transports.mqtt.wire import Login, Wire
 
 _OPTIONS = (
@@ -61,6 +63,8 @@ class Hub:
     async def open(self) -> Wire:
         async with self._opening:
             if self._publisher is None or not self._publisher.is_open:
+                if self._publisher is not None:
+                    await self._publisher.close()
                 self._publisher = Wire(self._login, "")
                 await self._publisher.open(clean=True)
             return self._publisher
@@ -227,7 +231,8 @@ class MqttChannel:
                 await asyncio.wait_for(session.bell.wait(), left)
 
     async def ack(self, delivery: Delivery) -> None:
-        await self._ours().ack(delivery)
+        session = self._ours()
+        await self._or_later(session.mine(delivery), session.ack(delivery))
 
     async def nack(self, delivery: Delivery) -> None:
         self._ours().release(delivery)
@@ -239,9 +244,21 @@ class MqttChannel:
         session = self._ours()
         mine = session.mine(delivery)
         to = destination(self._source, rejection) or f"dead/{mine.subject}"
+        await self._or_later(mine, self._bury(letter(mine, rejection, self._source.group or "", to), mine))
+
+    async def _bury(self, dead: Outgoing, mine: MqttDelivery) -> None:
         hub = await self._transport.connection()
-        await hub.publish(letter(mine, rejection, self._source.group or "", to), unheard=False)
-        await session.ack(mine)
+        await hub.publish(dead, unheard=False)
+        await self._ours().ack(mine)
+
+    async def _or_later(self, mine: MqttDelivery, settle: Coroutine[Any, Any, None]) -> None:
+        try:
+            await settle
+        except LeaseLost:
+            raise
+        except Exception:
+            self._ours().retry(mine, self._transport.backoff(self._source))
+            raise
 
     async def extend(self, delivery: Delivery) -> None:
         """There is nothing to extend: a delivery is its session's until it is acknowledged."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Login:
     keyfile: str | None = None
     insecure: bool = False
     keepalive: int = 60
-    timeout: float = 10.0
+    timeout: float = 30.0
 
 
 class Wire:
@@ -60,6 +61,7 @@ class Wire:
         self._login = login
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._client = client = Client(
             CallbackAPIVersion.VERSION2,
             client_id=client_id,
@@ -229,8 +231,12 @@ class Wire:
             one.close()
 
     def _call(self, act: Callable[[Any], None], one: Any) -> None:
-        # The client connects in another thread; everything else happens on the loop.
-        self._loop.call_soon_threadsafe(act, one)
+        # The client connects in another thread; everything else happens on the loop, and at once: the client
+        # counts on it that a wish to write stands until it is taken back.
+        if threading.get_ident() == self._thread:
+            act(one)
+        else:
+            self._loop.call_soon_threadsafe(act, one)
 
     def _opened(self, one: Any) -> None:
         if self._gone.done() or one.fileno() < 0:
@@ -270,6 +276,8 @@ class Wire:
         if not self._gone.done():
             self._misc = self._loop.call_later(_MISC_EVERY, self._do_misc)
             self._go_on(self._client.loop_misc())
+            if self._socket is not None and self._client.want_write():
+                self._want_write(self._socket)
 
     def _go_on(self, code: MQTTErrorCode) -> None:
         if code not in (MQTTErrorCode.MQTT_ERR_SUCCESS, MQTTErrorCode.MQTT_ERR_AGAIN):

@@ -11,8 +11,7 @@ from itertools import count
 from typing import Protocol
 
 from aiormq.abc import AbstractChannel, DeliveredMessage
-from aiormq.exceptions import AMQPError
-from pamqp.commands import Basic
+from aiormq.exceptions import AMQPError, ChannelNotFoundEntity
 
 from settled.message import Delivery
 from settled.settlement import Reason, Reject
@@ -77,6 +76,7 @@ class RabbitChannel:
         self._reader = reader
         self._source = source
         self._facts = facts
+        self._stale = False
         self._amqp: AbstractChannel | None = None
         self._consumer: str | None = None
         self._prefetch = 0
@@ -130,9 +130,10 @@ class RabbitChannel:
         amqp = self._amqp
         if amqp is None or amqp.is_closed:
             amqp = await self._open()
-        if self._facts is None:
+        if self._facts is None or self._stale:
             self._facts = await self._reader.facts(self._source)
             self.capabilities = capabilities(self._facts)
+            self._stale = False
         room = self._room(limit)
         if self._consumer is not None and room == self._prefetch:
             return
@@ -140,7 +141,11 @@ class RabbitChannel:
             await self._stop(amqp)
         await amqp.basic_qos(prefetch_count=room)
         self._prefetch = room
-        started = await amqp.basic_consume(self._queue.name, self._arrived)
+        try:
+            started = await amqp.basic_consume(self._queue.name, self._arrived)
+        except ChannelNotFoundEntity:
+            self._look_again()
+            raise
         self._consumer = started.consumer_tag
 
     async def _open(self) -> AbstractChannel:
@@ -153,12 +158,12 @@ class RabbitChannel:
         link = await self._reader.connection()
         self._amqp = amqp = await link.channel()
         amqp.closing.add_done_callback(lambda _: self._bell.set())
-        amqp.on_consumer_cancel_callbacks.add(self._cancelled)
+        amqp.on_consumer_cancel_callbacks.add(lambda _: self._look_again())
         return amqp
 
-    def _cancelled(self, _: Basic.Cancel) -> None:
-        """The broker has taken the queue away, or moves it: look at it anew."""
-        self._consumer = self._facts = None
+    def _look_again(self) -> None:
+        """The broker has taken the queue away, or moves it."""
+        self._consumer, self._stale = None, True
         self._reader.forget(self._source)
         self._bell.set()
 

@@ -13,7 +13,7 @@ from settled.transports.rabbitmq.queues import Facts, RabbitQueue, prepare
 
 _OURS = ("create", "exchange", "backoff")
 _CLIENTS = ("auth", "cadata", "cafile", "capath", "certfile", "heartbeat", "keyfile", "name", "no_verify_ssl")
-_TIMEOUT = 10.0
+_TIMEOUT = 30.0
 
 
 class RabbitTransport(LoopTransport[Link]):
