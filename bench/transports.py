@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from importlib import import_module
@@ -160,6 +161,7 @@ def main() -> None:
     for name in arguments.names or NAMES:
         try:
             results.append(asyncio.run(race(name, arguments.messages, arguments.rounds)))
+            print(f"{name}: {results[-1].ratio:.2f} x the bare client", file=sys.stderr, flush=True)
         except ModuleNotFoundError as error:
             skipped[name] = f"needs {error.name}"
         except TimeoutError:
