@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,6 +26,7 @@ from settled import App
 
 RESULTS = Path(__file__).with_name("RESULTS-transports.md")
 GOAL = 0.8
+PATIENCE = 120.0
 _queues = count()
 
 
@@ -55,10 +57,10 @@ async def fill(one: Contender, queue: str, messages: int) -> None:
     await one.make(queue)
     app = App(one.url)
     await app.transport.open()
-    for start in range(0, messages, 200):
+    for start in range(0, messages, 50):
         orders = [
             Order(i, f"customer-{i % 97}", i * 1.5, ["tea", "milk"])
-            for i in range(start, min(start + 200, messages))
+            for i in range(start, min(start + 50, messages))
         ]
         await asyncio.gather(*(app.publish(queue, order) for order in orders))
     await app.transport.close()
@@ -99,6 +101,7 @@ async def race(name: str, messages: int, rounds: int) -> Result:
     rates: dict[str, list[float]] = {who: [] for who in readers}
     cpu: dict[str, list[float]] = {who: [] for who in readers}
     async with contender.start() as one:
+        messages = min(messages, one.most)
         # The first round warms up caches, connections and just-in-time queues, and does not count.
         for number in range(rounds + 1):
             for who, read in readers.items():
@@ -106,7 +109,8 @@ async def race(name: str, messages: int, rounds: int) -> Result:
                 await fill(one, queue, messages)
                 gc.collect()
                 used = time.process_time()
-                rate = await read(one, queue, messages)
+                async with asyncio.timeout(PATIENCE):
+                    rate = await read(one, queue, messages)
                 if number:
                     rates[who].append(rate)
                     cpu[who].append((time.process_time() - used) / messages * 1e6)
@@ -157,8 +161,11 @@ def main() -> None:
     for name in arguments.names or NAMES:
         try:
             results.append(asyncio.run(race(name, arguments.messages, arguments.rounds)))
+            print(f"{name}: {results[-1].ratio:.2f} x the bare client", file=sys.stderr, flush=True)
         except ModuleNotFoundError as error:
             skipped[name] = f"needs {error.name}"
+        except TimeoutError:
+            skipped[name] = f"not through within {PATIENCE:g} s"
     text = report(results, skipped, arguments.messages)
     print(text)
     if arguments.json is not None:

@@ -9,6 +9,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from settled.clock import SystemClock
+from settled.transports import connect
+from settled.transports.base import Prepares, Source
+
 
 class Order(msgspec.Struct):
     id: int
@@ -46,6 +50,8 @@ class Contender(Protocol):
     """The bare client's name."""
     batch: int
     """How many messages one receive may take, on either side."""
+    most: int
+    """How many messages a run may have: some stand-ins are slow."""
 
     async def make(self, queue: str) -> None:
         """Have an empty queue."""
@@ -72,3 +78,12 @@ NAMES = {
     "servicebus": "Service Bus (stand-in)",
 }
 """Every module here, each with a function `start`."""
+
+
+async def prepare(url: str, source: Source) -> None:
+    """Let Settled make what a subscription needs; the bare client then reads the same."""
+    transport = connect(url, SystemClock())
+    await transport.open()
+    if isinstance(transport, Prepares):
+        await transport.prepare(source)
+    await transport.close()

@@ -27,6 +27,7 @@ class _Answer(msgspec.Struct):
 class Http:
     client = "aiohttp"
     batch = 500
+    most = 100_000
 
     def __init__(self, url: str) -> None:
         self.url = url

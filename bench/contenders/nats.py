@@ -17,6 +17,7 @@ from settled.transports.nats import Durable
 class Nats:
     client = "nats-py"
     batch = 500
+    most = 100_000
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -16,6 +16,7 @@ from settled.queue.types import AckItem, PopRequest
 class Postgres:
     client = "the engine"
     batch = 500
+    most = 100_000
 
     def __init__(self, dsn: str) -> None:
         self.url = dsn

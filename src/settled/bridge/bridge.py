@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from settled.app import App
-from settled.bridge.outlet import Outlet, Refused
+from settled.bridge.outlet import CALLS, Outlet, Refused
 from settled.bridge.window import Window, WindowedTransport, open_transport
 from settled.clock import SystemClock
 from settled.codec import content_type_of
@@ -21,7 +21,7 @@ from settled.message import Message
 from settled.settlement import describe
 from settled.signals import ConfigurationError
 from settled.transports import connect
-from settled.transports.base import BrokerStatus, Outgoing, Published, Reports, Transport
+from settled.transports.base import BrokerStatus, Capabilities, Outgoing, Published, Reports, Transport
 from settled.transports.queue import was_spread
 
 LANE = "settled-lane"
@@ -101,6 +101,7 @@ class Bridge:
         self._source = connect(source, clock) if isinstance(source, str) else source
         self._target = connect(target, clock) if isinstance(target, str) else target
         self._target_name = _name(target)
+        self._has_lanes = _has_lanes(self._target)
         self._outlet: Outlet | None = None
         self._window = Window(2 * buffer, limit)
         self._content_type = content_type
@@ -111,6 +112,7 @@ class Bridge:
         self._loose: deque[Message[Any]] = deque()
         self._stop: asyncio.Event | None = None
         self._hurry = asyncio.Event()
+        self._settling = asyncio.Semaphore(CALLS)
         self._failure: ConfigurationError | None = None
         seen = WindowedTransport(self._source, _name(source), self._window, self._drain)
         self._app = App(transport=seen)
@@ -262,7 +264,8 @@ class Bridge:
 
     async def _settled(self, message: Message[Any], call: Awaitable[None]) -> bool:
         try:
-            await call
+            async with self._settling:
+                await call
         except Exception as error:
             self.totals.unsettled += 1
             logger.warning(
@@ -307,7 +310,7 @@ class Bridge:
             headers.setdefault(SUBJECT, message.subject)
         carried = headers.pop(LANE, None)
         lane = _lane(message) or carried
-        if lane is not None and not self._target.capabilities.lanes:
+        if lane is not None and not self._has_lanes:
             headers[LANE], lane = lane, None
         return Outgoing(subject=self.to, data=message.data, headers=headers, id=message.id, lane=lane)
 
@@ -320,6 +323,12 @@ def _carried_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
 def _lane(message: Message[Any]) -> str | None:
     lane = message.lane
     return None if lane is None or was_spread(lane) else lane
+
+
+def _has_lanes(transport: Transport) -> bool:
+    """Whether it takes a lane, in one of the ways it can be set up."""
+    variants: Mapping[str, Capabilities] = getattr(transport, "variants", {})
+    return any(can.lanes for can in (transport.capabilities, *variants.values()))
 
 
 def _as_it_is(data: bytes, headers: Mapping[str, str]) -> bytes:

@@ -15,6 +15,8 @@ logger = logging.getLogger("settled")
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 _MOST = 100
+CALLS = 64
+"""How many calls to one broker are under way at most: clients have pools of connections, and bounds."""
 
 
 class Refused(Exception):
@@ -33,6 +35,7 @@ class Outlet:
         self._name = name
         self._failures = 0
         self._one_at_a_time = asyncio.Lock()
+        self._some_at_a_time = asyncio.Semaphore(CALLS)
         self.why_away = ""
 
     @property
@@ -62,9 +65,10 @@ class Outlet:
         return float(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self._failures - 1, 10)))
 
     async def _publish(self, messages: Sequence[Outgoing]) -> Sequence[Published]:
-        if len(messages) > 1 and isinstance(self._target, PublishesMany):
-            return await self._target.publish_many(messages)
-        return [await self._target.publish(message) for message in messages]
+        async with self._some_at_a_time:
+            if len(messages) > 1 and isinstance(self._target, PublishesMany):
+                return await self._target.publish_many(messages)
+            return [await self._target.publish(message) for message in messages]
 
     async def _try(self, messages: Sequence[Outgoing]) -> Sequence[Published] | None:
         tried_after = self._failures

@@ -33,7 +33,7 @@ _TITLES = {
 
 _NACK = {
     NackMeans.RELEASE: "at once, to anyone",
-    NackMeans.REWIND: "seeks back to it",
+    NackMeans.REWIND: "at once, to this consumer",
     NackMeans.LEASE: "when its lease is over",
     NackMeans.NONE: "cannot be",
 }
