@@ -7,14 +7,9 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import numpy as np
-
 from settled.queue.db import sql
-from settled.queue.dedup import fingerprint
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from settled.queue.cache import SegmentCache
     from settled.queue.db import Pool
     from settled.queue.popped import Piece
@@ -22,7 +17,6 @@ if TYPE_CHECKING:
 LANE_BITS, GROUP_BITS = 40, 20
 REMEMBERED = 20_000
 REMEMBERED_MESSAGES = 300_000
-SHRUNK_MESSAGES = 5_000_000
 
 
 def new_lease(lane_id: int, group_id: int, *, wide: bool) -> str:
@@ -47,19 +41,7 @@ def read_lease(lease_id: str) -> tuple[int, int, bool] | None:
 class Lease:
     """One lane's part of a lease: where its range begins, its length, and which message is where."""
 
-    __slots__ = (
-        "_index",
-        "_keys",
-        "_pieces",
-        "_seqs",
-        "base",
-        "group_id",
-        "id",
-        "lane_id",
-        "length",
-        "parked",
-        "popped_at",
-    )
+    __slots__ = ("_index", "_pieces", "base", "group_id", "id", "lane_id", "length", "parked", "popped_at")
 
     def __init__(
         self,
@@ -81,35 +63,11 @@ class Lease:
         self.popped_at = popped_at
         self._pieces: list[Piece] | None = pieces
         self._index: dict[str, int] = {}
-        self._keys: NDArray[np.uint64] | None = None
-        self._seqs: NDArray[np.int64] | None = None
-
-    @property
-    def shrunk(self) -> bool:
-        """Whether it knows its messages by their hashes only."""
-        return self._keys is not None
-
-    def shrink(self) -> bool:
-        """Keep sixteen bytes a message; False if two of them have one hash."""
-        self._read()
-        hashes = (fingerprint(transaction_id.encode()) for transaction_id in self._index)
-        keys = np.fromiter(hashes, np.uint64, len(self._index))
-        order = np.argsort(keys)
-        keys = keys[order]
-        if (keys[1:] == keys[:-1]).any():
-            return False
-        self._seqs = np.fromiter(self._index.values(), np.int64, len(keys))[order]
-        self._keys, self._index = keys, {}
-        return True
 
     def place(self, transaction_id: str) -> int | None:
         """The sequence number of a message under this lease, or None."""
         if self._pieces is not None:
             self._read()
-        if self._keys is not None and self._seqs is not None:
-            key = np.uint64(fingerprint(transaction_id.encode()))
-            at = int(np.searchsorted(self._keys, key))
-            return int(self._seqs[at]) if at < len(self._keys) and self._keys[at] == key else None
         return self._index.get(transaction_id)
 
     def transaction_ids(self) -> list[str]:
@@ -134,40 +92,26 @@ class Leases:
         self._pool = pool
         self._cache = cache
         self._known: OrderedDict[tuple[str, int], Lease] = OrderedDict()
-        self._whole: dict[tuple[str, int], Lease] = {}
         self._messages = 0
-        self._shrunk = 0
         self.current: dict[tuple[int, int], str] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
     def put(self, lease: Lease) -> None:
-        """Remember a lease; older ones of many shrink, then are forgotten and looked up when needed."""
-        key = (lease.id, lease.lane_id)
-        if key in self._known:
-            self.drop(self._known[key])
-        self._known[key] = self._whole[key] = lease
+        """Remember a lease; the oldest of many are forgotten, and looked up if they are needed."""
+        self._known[(lease.id, lease.lane_id)] = lease
         self.current[(lease.lane_id, lease.group_id)] = lease.id
         self._messages += lease.length
-        while self._messages > REMEMBERED_MESSAGES and len(self._whole) > 1:
-            oldest = next(iter(self._whole))
-            large = self._whole.pop(oldest)
-            self._messages -= large.length
-            self._shrunk += large.length
-            if not large.shrink():
-                self.drop(large)
-        while len(self._known) > REMEMBERED or self._shrunk > SHRUNK_MESSAGES:
+        while len(self._known) > REMEMBERED or (
+            self._messages > REMEMBERED_MESSAGES and len(self._known) > 1
+        ):
             self.drop(next(iter(self._known.values())))
 
     def drop(self, lease: Lease) -> None:
         """Forget a lease that is over."""
-        key = (lease.id, lease.lane_id)
-        if self._known.pop(key, None) is not None:
-            if self._whole.pop(key, None) is not None:
-                self._messages -= lease.length
-            else:
-                self._shrunk -= lease.length
+        if self._known.pop((lease.id, lease.lane_id), None) is not None:
+            self._messages -= lease.length
         if self.current.get((lease.lane_id, lease.group_id)) == lease.id:
             del self.current[(lease.lane_id, lease.group_id)]
 

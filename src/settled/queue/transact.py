@@ -283,7 +283,6 @@ async def _cycle_marks(
         return Settlement([], True), None
     now = core.clock.now()
     lease = core.leases.known(ack.lease_id or None, lane.id, group_id)
-    lease = lease if lease is not None and not lease.shrunk else None
     lease = lease or await core.leases.find(ack.lease_id or None, lane.id, group_id, now)
     if lease is None:
         raise Conflict(LEASE_LOST)
