@@ -387,4 +387,4 @@ async def test_the_journal_tells_how_a_message_was_settled(engine: Engine) -> No
     assert [(e.kind, e.count) for e in life] == [("settled", 1), ("failed", 1)]
     assert len(await engine.journal(queue="q")) == 3
     figures = engine.metrics()
-    assert (figures["acknowledged_messages_total"], figures["failed_retry_messages_total"]) == (3, 1)
+    assert (figures["settled_messages_total"], figures["failed_retry_messages_total"]) == (4, 1)
