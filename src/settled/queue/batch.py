@@ -97,8 +97,11 @@ def plain_ids(given: Sequence[str | None]) -> list[bytes] | None:
         ids = [tx.encode() for tx in given]  # type: ignore[union-attr]
     except (AttributeError, UnicodeEncodeError):
         return None
-    sizes = [*map(len, ids)]  # in bytes, so no more than that many characters
-    return ids if min(sizes) and max(sizes) <= TX_LIMIT and b"\0" not in b"".join(ids) else None
+    for each in ids:
+        # In bytes, so there are no more characters than that.
+        if not 0 < len(each) <= TX_LIMIT or b"\0" in each:
+            return None
+    return ids
 
 
 def check_transaction_id(tx: object) -> bytes:
