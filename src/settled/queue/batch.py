@@ -61,6 +61,11 @@ class Chunk:
         """Transaction id, its hash, payload and headers of each item."""
         return zip(self.tx, self.hashes, self.payloads, self.headers, strict=True)
 
+    def finish(self) -> None:
+        """Tell the caller, once; it is forgotten then, or the two would keep each other in memory."""
+        done, self.done = self.done, _nobody
+        done()
+
     def put(self, tx: list[bytes], payloads: list[bytes]) -> None:
         """Take plain JSON messages; an empty transaction id stands for none."""
         self.tx, self.payloads = tx, payloads
@@ -189,7 +194,7 @@ class Batch:
         ids = segment.id_texts(self.base, len(self.tx))
         if self.whole:
             self.chunks[0].results = [*zip(ids, repeat(False))]
-            self.chunks[0].done()
+            self.chunks[0].finish()
             return
         for chunk, places in zip(self.chunks, self.places, strict=True):
             chunk.results = [
@@ -200,11 +205,11 @@ class Batch:
                 else (ids[~place], True)
                 for place in places
             ]
-            chunk.done()
+            chunk.finish()
 
     def fail(self, error: Exception) -> None:
         """Tell each caller that nothing of it was appended, or that nobody knows."""
         self.answered = True
         for chunk in self.chunks:
             chunk.error = error
-            chunk.done()
+            chunk.finish()
