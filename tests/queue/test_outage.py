@@ -17,6 +17,7 @@ from settled.queue.db import connect
 from settled.queue.embedded import EmbeddedPostgres
 from settled.queue.engine import Engine
 from settled.queue.errors import QueueError, Unavailable
+from settled.queue.types import PopRequest, PushItem
 from tests.queue.conftest import reachable_directory
 from tests.queue.helpers import drain, ids, pop, push, settle
 
@@ -86,6 +87,24 @@ def test_an_engine_survives_a_restart_of_postgres(own_postgres: EmbeddedPostgres
         await engine.close()
 
     asyncio.run(asyncio.wait_for(body(), 90))
+
+
+def test_a_worker_rings_once_another_has_joined(dsn: str) -> None:
+    async def until(wanted: bool, engine: Engine) -> None:
+        while engine._core.activity._alone is not wanted:
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        async with asyncio.timeout(60), await Engine.open(dsn) as one:
+            await until(True, one)
+            async with await Engine.open(dsn) as two:
+                await until(False, one)
+                waiting = asyncio.create_task(two.pop(PopRequest("q", wait=30)))
+                await one.push([PushItem("q", b"1")])
+                assert len(await waiting) == 1
+            await until(True, one)
+
+    asyncio.run(main())
 
 
 def test_opening_without_a_server_says_unavailable(tmp_path: Path) -> None:

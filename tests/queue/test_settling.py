@@ -139,6 +139,35 @@ async def test_an_ack_of_a_message_of_another_lane_is_not_found(engine: Engine) 
 
 
 @with_engine
+async def test_one_callers_bad_ack_among_many_at_once_touches_nobody_elses(engine: Engine) -> None:
+    lanes = [f"p{i}" for i in range(8)]
+    for lane in lanes:
+        await push(engine, "q", "a", "b", partition=lane)
+    batches = [await pop(engine, "q", partition=lane) for lane in lanes]
+    await settle(engine, batches[3], "completed", "a")
+    answers = await asyncio.gather(*(settle(engine, batch, "completed", "a") for batch in batches))
+    assert [answer[0].success for answer in answers] == [i != 3 for i in range(8)]
+    assert answers[3][0].message == "not_found"
+    answers = await asyncio.gather(*(settle(engine, batch, "completed", "b") for batch in batches))
+    assert [answer[0].lease_released for answer in answers] == [True] * 8
+
+
+@with_engine
+async def test_a_lease_of_many_messages_knows_each_of_them(engine: Engine) -> None:
+    names = [f"m{i}" for i in range(700)]
+    await push(engine, "q", *names)
+    batch = await pop(engine, "q", 700)
+    stranger = AckItem("nobody", batch.lanes[0].partition_id, "completed", batch.lease_id)
+    assert (await engine.ack([stranger]))[0].message == "not_found"
+    every_third = names[::-3]
+    assert all(r.success for r in await settle(engine, batch, "completed", *every_third))
+    assert not (await settle(engine, batch, "completed", names[-1]))[0].success
+    rest = [name for name in names if name not in set(every_third)]
+    assert all(r.success for r in await settle(engine, batch, "completed", *rest[1:]))
+    assert (await settle(engine, batch, "completed", rest[0]))[0].lease_released
+
+
+@with_engine
 async def test_an_atomic_batch_ack_settles_all_or_nothing(engine: Engine) -> None:
     await push(engine, "q", *"abc")
     batch = await pop(engine, "q")

@@ -13,6 +13,8 @@ from settled.server.listener import Listener
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from settled.server.protocol import Soon
+
 LIMIT = 10_000
 WRITERS: list[asyncio.StreamWriter] = []
 
@@ -29,9 +31,9 @@ async def echo(request: Request) -> Answer:
                "body": request.body.decode("latin-1")})  # fmt: skip
 
 
-def with_server(talk: Callable[[Listener, int], Awaitable[None]]) -> None:
+def with_server(talk: Callable[[Listener, int], Awaitable[None]], soon: Soon | None = None) -> None:
     async def main() -> None:
-        listener = Listener(echo, body_limit=LIMIT)
+        listener = Listener(echo, body_limit=LIMIT, soon=soon)
         sock = socket.socket()
         sock.bind(("127.0.0.1", 0))
         await listener.start(sock)
@@ -91,6 +93,57 @@ def test_pipelined_requests_are_answered_in_order() -> None:
         writer.close()
 
     with_server(talk)
+
+
+def test_a_head_that_came_before_is_recognised_and_its_body_is_its_own() -> None:
+    async def talk(_: Listener, port: int) -> None:
+        head = b"POST /a?x=1 HTTP/1.1\r\nHost: h\r\nContent-Length: 6\r\n\r\n"
+        reader, writer = await say(port, head + b"first!")
+        assert json.loads((await answer(reader))[2])["body"] == "first!"
+        for parts in ([head + b"second"], [head + b"th", b"ird!"], [head[:30], head[30:] + b"fourth"]):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            seen = json.loads((await answer(reader))[2])
+            assert (seen["path"], seen["query"]) == ("/a", "x=1")
+            assert seen["body"].encode() == b"".join(parts)[-6:]
+        writer.write((head + b"fifth!") + b"GET /b HTTP/1.1\r\nHost: h\r\n\r\n")
+        assert json.loads((await answer(reader))[2])["body"] == "fifth!"
+        assert json.loads((await answer(reader))[2])["path"] == "/b"
+        writer.close()
+
+    with_server(talk)
+
+
+def test_a_request_that_needs_no_coroutine_is_answered_when_its_reply_comes() -> None:
+    replies: list[tuple[Request, Callable[[Answer | None], None]]] = []
+
+    def soon(request: Request, reply: Callable[[Answer | None], None]) -> bool:
+        if request.path == b"/refuse":
+            return False
+        replies.append((request, reply))
+        return True
+
+    async def talk(_: Listener, port: int) -> None:
+        wanted = [b"/1", b"/refuse", b"/2", b"/again"]
+        reader, writer = await say(port, b"".join(b"GET %s HTTP/1.1\r\n\r\n" % path for path in wanted))
+        statuses = []
+        for path in wanted:
+            if path != b"/refuse":
+                while not replies:
+                    await asyncio.sleep(0.001)
+                request, reply = replies.pop()
+                assert request.path == path
+                reply(None if path == b"/again" else ok({"path": path.decode()}, 202))
+            status, _headers, body = await answer(reader)
+            statuses.append(status)
+            if path != b"/refuse":
+                assert json.loads(body)["path"] == path.decode()
+        assert statuses == [202, 418, 202, 200]
+        writer.close()
+
+    with_server(talk, soon)
 
 
 def test_a_chunked_body_is_read() -> None:

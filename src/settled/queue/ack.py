@@ -8,15 +8,15 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
-from asyncpg import BitString
 
+from settled.queue.acks import AckQueue, Acks, ack_plainly, bit_string
 from settled.queue.db import Link
 from settled.queue.errors import BadRequest, Unavailable
 from settled.queue.marks import LEASE_LOST, Mark, Settlement, overlaps
 from settled.queue.types import AckItem, AckResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Iterable, Sequence
 
     from settled.queue.activity import Activity
     from settled.queue.cache import SegmentCache
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from settled.queue.lanes import Lane, Registry
     from settled.queue.leases import Lease, Leases
     from settled.queue.ready import ReadySets
+    from settled.queue.soon import Done
+    from settled.queue.types import Acked
 
 SETTLERS = 2
 KINDS = {"completed": "ack", "success": "ack", "failed": "failed", "dlq": "dlq", "retry": "retry"}
 SETTLE = f"select * from settle({', '.join(f'${i}' for i in range(1, 22))})"  # noqa: S608 - placeholders only
 ROUNDS = 50
-_REVERSED = bytes(int(f"{i:08b}"[::-1], 2) for i in range(256))
 
 
 class Settler:
@@ -55,6 +56,7 @@ class Settler:
         self._clock = clock
         self._links = [Link(dsn) for _ in range(SETTLERS)]
         self._pending: deque[Settlement] = deque()
+        self.plain = AckQueue(worker, ready, leases, clock, activity)
         self._out: set[tuple[int, int]] = set()
         self._wake = asyncio.Event()
         self._closing = False
@@ -77,8 +79,32 @@ class Settler:
         for link in self._links:
             await link.close()
 
+    def ack_soon(
+        self,
+        partition_id: str,
+        lease_id: str | None,
+        group: str,
+        transaction_ids: Sequence[str],
+        done: Done[Acked],
+    ) -> bool:
+        """Ack messages of one known lease, all or none; False, and nothing is done, if it takes `settle`."""
+        lane = self._registry.lanes_by_uid.get(partition_id)
+        group_id = self._registry.groups.get(group)
+        if lane is None or group_id is None or self._closing:
+            return False
+        lease = self._leases.known(lease_id, lane.id, group_id)
+        mask = lease.mask(transaction_ids) if lease is not None else 0
+        if lease is None or not mask:
+            return False
+        self.plain.pending.append(Acks(lane, lease, mask, len(transaction_ids), done))
+        self._wake.set()
+        return True
+
     async def settle(self, items: Sequence[AckItem], group: str, *, atomic: bool) -> list[AckResult]:
         """Settle items and answer in their order."""
+        acked = await ack_plainly(self, items, group)
+        if acked is not None:
+            return acked
         for _ in range(3):
             results, marks = await self.find(items, group)
             if marks and not (atomic and any(r is not None for r in results)):
@@ -156,21 +182,28 @@ class Settler:
 
     async def _run(self, link: Link) -> None:
         while True:
+            acks = self.plain.take(self._out)
+            if acks:
+                await self._hold(acks, self.plain.apply(link, acks))
             taken = self._take()
-            if not taken:
-                if self._closing and not self._pending:
+            if taken:
+                leases = {mark.lease for settlement in taken for mark in settlement.marks}
+                await self._hold(leases, self._finish(link, taken))
+            if not acks and not taken:
+                if self._closing and not self._pending and not self.plain.pending:
                     return
                 self._wake.clear()
                 await self._wake.wait()
-                continue
-            leases = {mark.lease for settlement in taken for mark in settlement.marks}
-            keys = {(lease.lane_id, lease.group_id) for lease in leases}
-            self._out |= keys
-            try:
-                await self._finish(link, taken)
-            finally:
-                self._out -= keys
-                self._wake.set()
+
+    async def _hold(self, leases: Iterable[Lease], work: Coroutine[Any, Any, None]) -> None:
+        """Keep other calls off these lanes while the work is done."""
+        keys = {lease.key for lease in leases}
+        self._out |= keys
+        try:
+            await work
+        finally:
+            self._out -= keys
+            self._wake.set()
 
     async def _finish(self, link: Link, settlements: list[Settlement]) -> None:
         """Apply and answer; what the database refuses together is tried one by one, so only the bad fails."""
@@ -240,8 +273,7 @@ class Settler:
             else:
                 for mark in own:
                     mask |= 1 << (mark.seq - base)
-            raw = mask.to_bytes((lease.length + 7) // 8, "little").translate(_REVERSED)
-            bits.append(BitString.frombytes(raw, lease.length))
+            bits.append(bit_string(mask, lease.length))
             firsts.append(base + (mask & -mask).bit_length() - 1)
             lasts.append(base + mask.bit_length() - 1)
             counts.append(len(own))

@@ -46,6 +46,8 @@ class Activity:
         self._tick = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: Any = None
+        # Nobody hears the bell but us: until another worker rings, which each does when it joins.
+        self._alone = self._heard_another = False
         self._closing = False
 
     async def start(self) -> None:
@@ -69,7 +71,8 @@ class Activity:
 
     def ring(self) -> None:
         """Tell the others that there is something to read; rings are gathered for a few milliseconds."""
-        self._rung.set()
+        if not self._alone:
+            self._rung.set()
 
     def look(self) -> None:
         """The next due time may have changed."""
@@ -125,11 +128,20 @@ class Activity:
     async def _listen(self) -> None:
         connection = await self._listener.get()
         if connection is not self._listening:
+            # A worker holds this lock while it listens, so that others can see whether anybody does.
+            await connection.fetch(sql("join_workers"))
             await connection.add_listener(CHANNEL, self._heard)
             self._listening = connection
+            self._rung.set()
+
+    async def _look_around(self) -> None:
+        self._heard_another = False  # one that joins while we look is heard, though not seen
+        found = await self._listener.fetch(sql("other_workers"))
+        self._alone = not found[0]["others"] and not self._heard_another
 
     def _heard(self, _connection: Any, _pid: int, _channel: str, payload: object) -> None:
         if payload != self._worker and not self._closing:
+            self._alone, self._heard_another = False, True
             task = asyncio.ensure_future(self.read())
             task.add_done_callback(_ignore)
 
@@ -159,6 +171,7 @@ class Activity:
             await asyncio.sleep(LOOK_EVERY if not down else 0.25)
             try:
                 await self._listen()
+                await self._look_around()
                 await self.read()
                 if down:
                     log.info("the queue's database is back")

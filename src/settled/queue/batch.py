@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from settled.queue import dedup, sealing, segment
@@ -60,6 +61,17 @@ class Chunk:
         """Transaction id, its hash, payload and headers of each item."""
         return zip(self.tx, self.hashes, self.payloads, self.headers, strict=True)
 
+    def finish(self) -> None:
+        """Tell the caller, once; it is forgotten then, or the two would keep each other in memory."""
+        done, self.done = self.done, _nobody
+        done()
+
+    def put(self, tx: list[bytes], payloads: list[bytes]) -> None:
+        """Take plain JSON messages; an empty transaction id stands for none."""
+        self.tx, self.payloads = tx, payloads
+        self.headers = [b""] * len(tx)
+        self.hashes = dedup.fingerprints(tx) if tx[0] else [0] * len(tx)
+
     def extend(self, items: Sequence[PushItem]) -> None:
         """Take items; a bad one is refused before anybody else's is touched."""
         if self.lane.queue.options.encryption_enabled:
@@ -82,6 +94,21 @@ class Chunk:
                 headers.append(segment.pack_headers(given, item.content_type, item.trace_id, item.producer))
             else:
                 headers.append(b"")
+
+
+def plain_ids(given: Sequence[str | None]) -> list[bytes] | None:
+    """Transaction ids as UTF-8, or all empty where none was given; None if one needs a closer look."""
+    if given[0] is None:
+        return [b""] * len(given) if all(tx is None for tx in given) else None
+    try:
+        ids = [tx.encode() for tx in given]  # type: ignore[union-attr]
+    except (AttributeError, UnicodeEncodeError):
+        return None
+    for each in ids:
+        # In bytes, so there are no more characters than that.
+        if not 0 < len(each) <= TX_LIMIT or b"\0" in each:
+            return None
+    return ids
 
 
 def check_transaction_id(tx: object) -> bytes:
@@ -108,6 +135,7 @@ class Batch:
         "payloads",
         "places",
         "tx",
+        "whole",
     )
 
     def __init__(self, lane: Lane, chunks: list[Chunk]) -> None:
@@ -123,17 +151,19 @@ class Batch:
         ] = []  # for each chunk's item: its place here, or the first message's id
         self.body = b""
         self.answered = False
+        self.whole = False  # one chunk, as it came
 
     def fill(self, duplicates: dict[bytes, str]) -> None:
         """Lay out the chunks, leaving out what the lane has already and what comes twice."""
+        self.whole = False
         self.tx, self.hashes, self.payloads, self.headers, self.places = [], [], [], [], []
         ids: list[bytes] | None = None
         if len(self.chunks) == 1 and not duplicates and self.chunks[0].ids is None:
             chunk = self.chunks[0]
             if len(set(chunk.hashes)) == len(chunk.hashes) or not any(chunk.hashes):
+                self.whole = True
                 self.tx, self.hashes, self.payloads = chunk.tx, chunk.hashes, chunk.payloads
                 self.headers = chunk.headers
-                self.places = [list(range(len(chunk.tx)))]
                 self.body = segment.encode(self.base, self.tx, self.payloads, self.headers)
                 self._seal()
                 return
@@ -170,6 +200,10 @@ class Batch:
         """Tell each caller what became of its items."""
         self.answered = True
         ids = segment.id_texts(self.base, len(self.tx))
+        if self.whole:
+            self.chunks[0].results = [*zip(ids, repeat(False))]
+            self.chunks[0].finish()
+            return
         for chunk, places in zip(self.chunks, self.places, strict=True):
             chunk.results = [
                 (place, True)
@@ -179,11 +213,11 @@ class Batch:
                 else (ids[~place], True)
                 for place in places
             ]
-            chunk.done()
+            chunk.finish()
 
     def fail(self, error: Exception) -> None:
         """Tell each caller that nothing of it was appended, or that nobody knows."""
         self.answered = True
         for chunk in self.chunks:
             chunk.error = error
-            chunk.done()
+            chunk.finish()

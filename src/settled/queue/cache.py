@@ -24,7 +24,7 @@ class SegmentCache:
     Segments may be merged into longer ones: a longer one that is read takes the place of those it covers.
     """
 
-    def __init__(self, capacity: int = 48 * 2**20) -> None:
+    def __init__(self, capacity: int = 32 * 2**20) -> None:
         self._capacity = capacity
         self._size = 0
         self._segments: OrderedDict[tuple[int, int], Segment | tuple[int, bytes]] = OrderedDict()
@@ -138,7 +138,7 @@ def _count(entry: Segment | tuple[int, bytes]) -> int:
 
 
 def _weight(entry: Segment | tuple[int, bytes]) -> int:
-    return 200 + (len(entry[1]) if isinstance(entry, tuple) else 3 * entry.size)
+    return 200 + (len(entry[1]) if isinstance(entry, tuple) else entry.size + 120 * entry.n)
 
 
 def micros(at: Any) -> int:

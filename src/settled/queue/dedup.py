@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -22,6 +22,12 @@ STORED = np.dtype("<u8")
 def fingerprint(tx: bytes) -> int:
     """The 64-bit hash of a transaction id; 0 is kept for "has none"."""
     return xxhash.xxh3_64_intdigest(tx) or 1
+
+
+def fingerprints(ids: Iterable[bytes]) -> list[int]:
+    """The hashes of transaction ids."""
+    found = [*map(xxhash.xxh3_64_intdigest, ids)]
+    return [key or 1 for key in found] if 0 in found else found
 
 
 def pack(hashes: Sequence[int]) -> bytes | None:
@@ -61,7 +67,7 @@ class _Run:
 class Remembered:
     """The ids of one lane, up to and without sequence number `known` (-1: not read yet)."""
 
-    __slots__ = ("_fresh", "_runs", "known", "size")
+    __slots__ = ("_doubled", "_fresh", "_runs", "known", "size")
 
     def __init__(self) -> None:
         self.forget()
@@ -71,16 +77,22 @@ class Remembered:
         self.known = -1
         self.size = 0
         self._fresh: dict[int, int | list[int]] = {}
+        self._doubled = False  # some hash in there stands for several ids
         self._runs: list[_Run] = []
 
     def add(self, first_seq: int, hashes: Sequence[int]) -> None:
         """Remember the ids of a segment."""
         fresh = self._fresh
-        for seq, key in enumerate(hashes, first_seq):
-            if key:
-                before = fresh.setdefault(key, seq)
-                if before != seq:  # two ids with one hash: keep both
-                    fresh[key] = [*before, seq] if isinstance(before, list) else [before, seq]
+        own = set(hashes)
+        if len(own) == len(hashes) and 0 not in own and fresh.keys().isdisjoint(own):
+            fresh.update(zip(hashes, range(first_seq, first_seq + len(hashes)), strict=True))
+        else:
+            for seq, key in enumerate(hashes, first_seq):
+                if key:
+                    before = fresh.setdefault(key, seq)
+                    if before != seq:  # two ids with one hash: keep both
+                        fresh[key] = [*before, seq] if isinstance(before, list) else [before, seq]
+                        self._doubled = True
         self.size += len(hashes)
         if len(fresh) > FRESH_LIMIT:
             self._pack()
@@ -105,10 +117,11 @@ class Remembered:
         """Sequence numbers with one of these hashes, by hash; nearly always empty."""
         found: dict[int, list[int]] = {}
         fresh = self._fresh
-        for key in hashes:
-            if key and key in fresh:
-                before = fresh[key]
-                found[key] = list(before) if isinstance(before, list) else [before]
+        if not fresh.keys().isdisjoint(hashes):
+            for key in hashes:
+                if key and key in fresh:
+                    before = fresh[key]
+                    found[key] = list(before) if isinstance(before, list) else [before]
         if self._runs:
             if len(hashes) > FEW:
                 keys = np.array(hashes, dtype=np.uint64)
@@ -122,10 +135,13 @@ class Remembered:
         return found
 
     def _pack(self) -> None:
-        pairs = [(k, s) for k, v in self._fresh.items() for s in (v if isinstance(v, list) else (v,))]
-        keys, seqs = zip(*pairs, strict=True)
-        run = _Run(np.array(keys, dtype=np.uint64), np.array(seqs, dtype=np.int64))
-        self._fresh = {}
+        keys: Iterable[int] = self._fresh
+        seqs: Iterable[Any] = self._fresh.values()
+        if self._doubled:
+            pairs = [(k, s) for k, v in self._fresh.items() for s in (v if isinstance(v, list) else (v,))]
+            keys, seqs = zip(*pairs, strict=True)
+        run = _Run(np.fromiter(keys, np.uint64), np.fromiter(seqs, np.int64))
+        self._fresh, self._doubled = {}, False
         while self._runs and len(self._runs[-1].keys) < 2 * len(run.keys):
             run = self._runs.pop().merge(run)
         self._runs.append(run)

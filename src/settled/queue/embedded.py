@@ -8,6 +8,7 @@ import importlib.util
 import os
 import pwd
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pginstall18"
 DATABASE = USER = "settled"
+SOCKET = ".s.PGSQL.5432"
 SOCKET_PATH_LIMIT = 90
 STOP_WITHIN = 60
 SETTINGS = {
@@ -95,6 +97,16 @@ class EmbeddedPostgres:
             "pg_isready", "-q", "-h", str(self._socket), "-d", "postgres", "-t", "3", check=False
         )
         return ready.returncode == 0
+
+    def is_there(self) -> bool:
+        """Whether a server listens, ready or not; asked often, it starts no program."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(3)
+            try:
+                probe.connect(str(self._socket / SOCKET))
+            except OSError:
+                return False
+        return True
 
     def stop(self) -> None:
         """Leave the server; it is shut down if nobody else uses it."""

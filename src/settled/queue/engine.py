@@ -7,11 +7,14 @@ from typing import Any, Self
 
 from settled.queue import admin, deadletters, inspection, notes, pushing, transact
 from settled.queue.core import Core
+from settled.queue.soon import Done
 from settled.queue.types import (
     QUEUE_MODE,
+    Acked,
     AckItem,
     AckOp,
     AckResult,
+    Appended,
     Configured,
     CycleAck,
     CycleResult,
@@ -68,17 +71,47 @@ class Engine:
         """Append messages durably, answer in item order; QueueFull or BadRequest refuse the whole call."""
         return await pushing.push(self._core, items)
 
+    def push_soon(
+        self,
+        queue: str,
+        partition: str,
+        transaction_ids: Sequence[str | None],
+        payloads: list[bytes],
+        done: Done[Appended],
+    ) -> bool:
+        """Append JSON to one known partition without a coroutine; False: use `push`."""
+        return pushing.push_soon(self._core, queue, partition, transaction_ids, payloads, done)
+
     async def pop(self, request: PopRequest) -> Popped:
         """Hand out a batch under a lease (auto_ack: settled at once), waiting up to `wait` seconds."""
         if self._core.switches.get("pop"):
             return Popped(request.group, empty="paused")
         return await self._core.poller.pop(request)
 
+    def pop_soon(self, request: PopRequest, done: Done[Popped]) -> bool:
+        """Like `pop` without a coroutine, of a queue known to have messages; False: use `pop`."""
+        return not self._core.switches.get("pop") and self._core.poller.pop_soon(request, done)
+
+    def give_back(self, popped: Popped) -> None:
+        """Let others have what was handed out to somebody who has gone away."""
+        self._core.give_back(popped)
+
     async def ack(
         self, items: Sequence[AckItem], group: str = QUEUE_MODE, *, atomic: bool = True
     ) -> list[AckResult]:
         """Settle delivered messages; `atomic`: if one cannot be, none is (the others say `not_applied`)."""
         return await self._core.settler.settle(items, group, atomic=atomic)
+
+    def ack_soon(
+        self,
+        partition_id: str,
+        lease_id: str | None,
+        group: str,
+        transaction_ids: Sequence[str],
+        done: Done[Acked],
+    ) -> bool:
+        """Ack messages under one lease, all or none, without a coroutine; False: use `ack`."""
+        return self._core.settler.ack_soon(partition_id, lease_id, group, transaction_ids, done)
 
     async def transaction(
         self, operations: Sequence[PushOp | AckOp], required_leases: Sequence[str] = ()

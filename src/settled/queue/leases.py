@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from settled.queue.db import sql
+from settled.queue.places import Places
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from settled.queue.cache import SegmentCache
     from settled.queue.db import Pool
     from settled.queue.popped import Piece
@@ -41,7 +44,18 @@ def read_lease(lease_id: str) -> tuple[int, int, bool] | None:
 class Lease:
     """One lane's part of a lease: where its range begins, its length, and which message is where."""
 
-    __slots__ = ("_index", "_pieces", "base", "group_id", "id", "lane_id", "length", "parked", "popped_at")
+    __slots__ = (
+        "_pieces",
+        "_places",
+        "base",
+        "group_id",
+        "id",
+        "key",
+        "lane_id",
+        "length",
+        "parked",
+        "popped_at",
+    )
 
     def __init__(
         self,
@@ -57,32 +71,52 @@ class Lease:
         self.id = lease_id
         self.lane_id = lane_id
         self.group_id = group_id
+        self.key = (lane_id, group_id)
         self.base = base
         self.length = length
         self.parked = parked
         self.popped_at = popped_at
-        self._pieces: list[Piece] | None = pieces
-        self._index: dict[str, int] = {}
+        self._pieces = pieces
+        self._places: Places | None = None
 
     def place(self, transaction_id: str) -> int | None:
         """The sequence number of a message under this lease, or None."""
-        if self._pieces is not None:
-            self._read()
-        return self._index.get(transaction_id)
+        found = self._known().find(transaction_id)
+        return found if found >= 0 else None
+
+    def mask(self, transaction_ids: Sequence[str]) -> int:
+        """These messages as bits from `base` on; 0 if one is unknown, parked or named twice."""
+        if self.parked:
+            return 0
+        places = self._known().find_all(transaction_ids)
+        first, last, count = min(places), max(places), len(places)
+        if first < self.base or last >= self.base + self.length:
+            return 0
+        if count == 1:
+            return 1 << (first - self.base)
+        if len(set(places)) != count:
+            return 0
+        if last - first == count - 1:
+            return ((1 << count) - 1) << (first - self.base)
+        mask = 0
+        for place in places:
+            mask |= 1 << (place - first)
+        return mask << (first - self.base)
 
     def transaction_ids(self) -> list[str]:
         """The messages under this lease, in the order in which they were handed out."""
-        if self._pieces is not None:
-            self._read()
-        return list(self._index)
+        return self._known().ids()
 
-    def _read(self) -> None:
-        if self._pieces is not None:
+    def _known(self) -> Places:
+        if self._places is None:
+            ids: list[str] = []
+            seqs: list[int] = []
             for piece in self._pieces:
                 txs, first = piece.segment.txs(), piece.segment.first_seq
-                for offset in piece.offsets:
-                    self._index[txs[offset]] = first + offset
-            self._pieces = None
+                ids += [txs[offset] for offset in piece.offsets]
+                seqs += [first + offset for offset in piece.offsets]
+            self._places, self._pieces = Places(ids, seqs), []
+        return self._places
 
 
 class Leases:

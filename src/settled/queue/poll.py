@@ -12,6 +12,7 @@ from settled.queue.db import sql
 from settled.queue.errors import BadRequest
 from settled.queue.pop import Ask
 from settled.queue.popped import Empty, Popped
+from settled.queue.soon import Done, tell
 from settled.queue.types import QUEUE_MODE, PopRequest
 
 if TYPE_CHECKING:
@@ -124,6 +125,35 @@ class Poller:
                     pause = min(pause, max(0.001, ask.until - self._clock.now()))
                 await self._ready.wait(ask.sets, ask.lane, pause)
         return Popped(request.group, empty="timeout")
+
+    def pop_soon(self, request: PopRequest, done: Done[Popped]) -> bool:
+        """Try once to hand out messages of a queue this worker knows to have some.
+
+        False, and nothing is done, where it takes `pop`; if there was nothing to be had after all, `done` is
+        told None.
+        """
+        group_id = self._registry.groups.get(request.group)
+        queue = self._registry.queues.get(request.queue or "")
+        if group_id is None or queue is None or request.partition is not None or self._popper.closing:
+            return False
+        if request.group != QUEUE_MODE and (group_id, queue.id) not in self._subscribed:
+            return False
+        ready = self._ready.sets.get((queue.id, group_id))
+        if ready is None or not ready.ready or ready.loaded is None or not ready.loaded.done():
+            return False
+        check_request(request)
+        ready.used = self._clock.now()
+        ask = Ask(request, group_id, [ready], None)
+
+        def answered(future: asyncio.Future[None]) -> None:
+            error = future.exception()
+            if ask.popped is not None:
+                self._pass_on(ask.sets)
+            tell(done, ask.popped or (error if isinstance(error, Exception) else None))
+
+        ask.future.add_done_callback(answered)
+        self._popper.submit(ask)
+        return True
 
     async def _ask(
         self, request: PopRequest, group_id: int, start: tuple[str, datetime | None]

@@ -177,8 +177,7 @@ class Popper:
             return
         if ask.lane is None and not any(ready.ready for ready in ask.sets):
             return
-        self._pending.append(ask)
-        self._wake.set()
+        self.submit(ask)
         try:
             await ask.future
         except asyncio.CancelledError:
@@ -186,6 +185,11 @@ class Popper:
                 # Answered, but the caller went away before it could hear of it.
                 self._abandoned(ask.popped)
             raise
+
+    def submit(self, ask: Ask) -> None:
+        """Put an ask into the next claim; its `future` is done when it was answered."""
+        self._pending.append(ask)
+        self._wake.set()
 
     async def claim_alone(self, ask: Ask) -> None:
         """Try once, sharing nothing with anybody."""

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
 
 from settled.queue.segment import JSON, Row, Segment
+
+_encode = msgspec.json.encode
 
 Empty = Literal[
     "no_available_partition", "lease_held", "partition_not_found", "window_buffer", "timeout", "paused"
@@ -98,28 +101,27 @@ class Popped(msgspec.Struct):
         "retryCount","queue","partition","partitionId","leaseId","consumerGroup"}`; a payload that is not JSON
         comes as a string (base64, with `"encoding":"base64"`, if it is not text).
         """
-        encode = msgspec.json.encode
-        lease = encode(self.lease_id or "")
+        reader = b',"leaseId":%b,"consumerGroup":%b}' % (_encode(self.lease_id or ""), _encode(self.group))
         parts: list[bytes] = []
         for lane in self.lanes:
-            tail = b',"queue":%b,"partition":%b,"partitionId":%b,"leaseId":%b,"consumerGroup":%b}' % (
-                encode(lane.queue),
-                encode(lane.partition),
-                encode(lane.partition_id),
-                lease,
-                encode(self.group),
-            )
-            plain = b',"retryCount":0' + tail
+            tail = _place(lane.queue, lane.partition, lane.partition_id) + reader
+            fresh = b',"retryCount":0' + tail
             for piece in lane.pieces:
-                heads = piece.segment.json_heads()
-                if lane.attempts:
-                    first = piece.segment.first_seq
-                    for offset in piece.offsets:
-                        count = lane.attempts.get(first + offset, 0)
-                        parts.append(b'%b,"retryCount":%d%b' % (heads[offset], count, tail))
-                else:
-                    parts.extend([heads[offset] + plain for offset in piece.offsets])
+                segment, offsets = piece.segment, piece.offsets
+                if isinstance(offsets, range) and not lane.attempts:
+                    parts.append(segment.json(offsets.start, offsets.stop, fresh))
+                    continue
+                for offset in offsets:
+                    count = lane.attempts.get(segment.first_seq + offset, 0)
+                    parts.append(segment.json(offset, offset + 1, b',"retryCount":%d%b' % (count, tail)))
         return b",".join(parts)
+
+
+@lru_cache(maxsize=4096)
+def _place(queue: str, partition: str, partition_id: str) -> bytes:
+    """Where a message lies, as fields of a JSON object."""
+    names = (_encode(queue), _encode(partition), _encode(partition_id))
+    return b',"queue":%b,"partition":%b,"partitionId":%b' % names
 
 
 def _enriched(message: PoppedMessage, row: Row) -> PoppedMessage:

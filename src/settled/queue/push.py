@@ -24,7 +24,7 @@ FLUSHERS = 2
 LANE_LIMIT = 2000
 FLUSH_LIMIT = 20_000
 ATTEMPTS = 20
-APPEND = "select * from append($1, $2, $3, $4, $5, $6, $7)"
+APPEND = "select * from append_many($1, $2, $3, $4, $5, $6, $7)"
 
 
 class Pusher:
@@ -65,6 +65,11 @@ class Pusher:
         for link in self._links:
             await link.close()
 
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more is taken."""
+        return self._closing
+
     async def push(self, chunks: Sequence[Chunk]) -> None:
         """Queue chunks and wait until all were answered; raises the first error, but for `Gone`."""
         if self._closing:
@@ -72,9 +77,6 @@ class Pusher:
         if not chunks:
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if len(chunks) == 1:
-            await self._push_one(chunks[0], waiting)
-            return
         left = len(chunks)
 
         def done() -> None:
@@ -85,25 +87,19 @@ class Pusher:
 
         for chunk in chunks:
             chunk.done = done
-            chunk.lane.pending.append(chunk)
-            if not chunk.lane.busy:
-                self._dirty[chunk.lane] = None
-        self._wake.set()
+            self.submit(chunk)
         await waiting
         for chunk in chunks:
             if chunk.error is not None and not isinstance(chunk.error, Gone):
                 raise chunk.error
 
-    async def _push_one(self, chunk: Chunk, waiting: asyncio.Future[None]) -> None:
-        chunk.done = lambda: None if waiting.done() else waiting.set_result(None)
+    def submit(self, chunk: Chunk) -> None:
+        """Put a chunk into the next flush of its lane; its `done` is called when it was answered."""
         lane = chunk.lane
         lane.pending.append(chunk)
         if not lane.busy:
             self._dirty[lane] = None
-        self._wake.set()
-        await waiting
-        if chunk.error is not None and not isinstance(chunk.error, Gone):
-            raise chunk.error
+            self._wake.set()
 
     async def exclusive(self, lanes: Iterable[Lane]) -> list[Lane]:
         """Keep lanes out of flushes until `free`; taken in one order, so callers cannot block each other."""
@@ -212,7 +208,8 @@ class Pusher:
     ) -> list[Batch]:
         await self._catch_up(link, batches)
         for batch in batches:
-            duplicates = await self._duplicates(link, batch)
+            suspects = _suspects(batch)
+            duplicates = await self._duplicates(link, batch, suspects) if suspects else {}
             if duplicates:
                 self.duplicates += len(duplicates)
                 if refuse:
@@ -220,7 +217,8 @@ class Pusher:
                     raise Duplicate(batch.lane, tx.decode(), first)
             batch.fill(duplicates)
         done += [batch for batch in batches if not batch.tx]
-        batches = sorted((batch for batch in batches if batch.tx), key=lambda batch: batch.lane.id)
+        batches = [batch for batch in batches if batch.tx]
+        batches.sort(key=lambda batch: batch.lane.id)
         if not batches:
             return []
         hashes = [dedup.pack(batch.hashes) for batch in batches]
@@ -240,6 +238,12 @@ class Pusher:
         self, batches: list[Batch], rows: list[Any], done: list[Batch], settle: bool
     ) -> list[Batch]:
         """Note what was appended, here and by others; answer the batches that must be tried again."""
+        if rows[0]["status"] == "all":
+            created = micros(rows[0]["created_at"])
+            for batch, first in zip(batches, rows[0]["firsts"], strict=True):
+                self._keep(batch, first, created, settle)
+            done += batches
+            return []
         by_lane = {batch.lane.id: batch for batch in batches}
         again = []
         for row in rows:
@@ -248,11 +252,7 @@ class Pusher:
             first, n = row["first_seq"], row["n"]
             match row["status"]:
                 case "ok":
-                    if remembered.known >= 0 and (any(batch.hashes) or remembered.known == first):
-                        remembered.add(first, batch.hashes)
-                        remembered.known = first + n
-                    if settle:
-                        self._cache.put(lane.id, first, micros(row["created_at"]), batch.body)
+                    self._keep(batch, first, micros(row["created_at"]), settle)
                     done.append(batch)
                 case "missed":
                     if row["hashes"]:
@@ -268,11 +268,21 @@ class Pusher:
                     batch.fail(Gone(lane.queue.name, lane.name))
         return again
 
+    def _keep(self, batch: Batch, first: int, created: int, settle: bool) -> None:
+        """Remember what was appended."""
+        lane, remembered = batch.lane, batch.lane.remembered
+        if remembered.known >= 0 and (remembered.known == first or any(batch.hashes)):
+            remembered.add(first, batch.hashes)
+            remembered.known = first + len(batch.tx)
+        if settle:
+            self._cache.put(lane.id, first, created, batch.body)
+
     async def known(self, link: Any, chunk: Chunk) -> dict[bytes, str]:
         """Transaction ids of the chunk that its lane has already, with the first message's id."""
         batch = Batch(chunk.lane, [chunk])
         await self._catch_up(link, [batch])
-        return await self._duplicates(link, batch)
+        suspects = _suspects(batch)
+        return await self._duplicates(link, batch, suspects) if suspects else {}
 
     async def _catch_up(self, link: Any, batches: list[Batch]) -> None:
         """Read the ids of lanes this worker has not pushed to yet."""
@@ -292,12 +302,8 @@ class Pusher:
             head = heads.get(lane.id, 0)
             lane.remembered.load([s for s in stored.get(lane.id, ()) if s[0] < head], head)
 
-    async def _duplicates(self, link: Any, batch: Batch) -> dict[bytes, str]:
+    async def _duplicates(self, link: Any, batch: Batch, suspects: dict[int, list[int]]) -> dict[bytes, str]:
         """Transaction ids of the batch that the lane has already, with the first message's id."""
-        hashes = [h for chunk in batch.chunks for h in chunk.hashes]
-        suspects = batch.lane.remembered.suspects(hashes) if any(hashes) else None
-        if not suspects:
-            return {}
         # Retention may have removed what the cache and the hashes still know.
         heads = await link.fetch(sql("lane_heads"), [batch.lane.id])
         first = heads[0]["first_seq"] if heads else 0
@@ -310,3 +316,10 @@ class Pusher:
                         found[tx] = stored.id(seq - stored.first_seq)
                         break
         return found
+
+
+def _suspects(batch: Batch) -> dict[int, list[int]]:
+    """Where the lane has messages whose ids have the same hashes; nearly always nowhere."""
+    chunks = batch.chunks
+    hashes = chunks[0].hashes if len(chunks) == 1 else [h for chunk in chunks for h in chunk.hashes]
+    return batch.lane.remembered.suspects(hashes) if any(hashes) else {}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from settled.queue.batch import Chunk, Gone
+from settled.queue.batch import Chunk, Gone, plain_ids
 from settled.queue.errors import BadRequest, Unavailable
 from settled.queue.push import ATTEMPTS, LANE_LIMIT
 from settled.queue.schedule import MAX_DELAY, schedule
-from settled.queue.types import PushItem, PushResult
+from settled.queue.soon import Done, tell
+from settled.queue.types import Appended, PushItem, PushResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from settled.queue.core import Core
     from settled.queue.lanes import Lane, Registry
@@ -50,6 +51,47 @@ async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:
         core.room.done(counts)
 
 
+def push_soon(
+    core: Core,
+    queue: str,
+    partition: str,
+    transaction_ids: Sequence[str | None],
+    payloads: list[bytes],
+    done: Done[Appended],
+) -> bool:
+    """Append JSON payloads to a known lane and tell `done`, or None where it takes `push` after all.
+
+    False, and nothing is done, for anything that `push` must look at.
+    """
+    lane = core.registry.lanes.get((queue, partition))
+    if lane is None or lane.queue.options.max_size or core.switches.get("push") or core.pusher.closing:
+        return False
+    tx = plain_ids(transaction_ids)
+    if tx is None or len(tx) > LANE_LIMIT:
+        return False
+    chunk = Chunk(lane)
+    chunk.put(tx, payloads)
+
+    def answered() -> None:
+        error = chunk.error
+        if error is None:
+            tell(done, Appended(lane.queue.name, lane.uid, chunk.results))
+        else:
+            tell(done, None if isinstance(error, Gone) else error)
+
+    chunk.done = answered
+    core.pusher.submit(chunk)
+    return True
+
+
+def _results(lane: Lane, items: Iterable[PushItem], results: Iterable[tuple[str, bool]]) -> list[PushResult]:
+    queue, partition, uid = lane.queue.name, lane.name, lane.uid
+    return [
+        PushResult(item.transaction_id or own, own, "duplicate" if twice else "queued", queue, partition, uid)
+        for item, (own, twice) in zip(items, results, strict=False)
+    ]
+
+
 async def _push_mixed(core: Core, items: Sequence[PushItem], later: list[PushItem]) -> list[PushResult]:
     for item in later:
         if not 0 < item.delay_seconds <= MAX_DELAY:
@@ -83,11 +125,7 @@ async def push_items(pusher: Pusher, registry: Registry, items: Sequence[PushIte
     if len(items) == 1:
         chunk = Chunk(registry.lanes[(items[0].queue, items[0].partition)], items)
         await _push_chunks(pusher, registry, [chunk])
-        ((first, twice),) = chunk.results
-        own, lane = items[0].transaction_id or first, chunk.lane
-        return [
-            PushResult(own, first, "duplicate" if twice else "queued", lane.queue.name, lane.name, lane.uid)
-        ]
+        return _results(chunk.lane, items, chunk.results)
     lanes = registry.lanes
     chunks: list[Chunk] = []
     runs: list[tuple[Chunk, int]] = []  # neighbours of one lane stay together
@@ -111,13 +149,7 @@ async def push_items(pusher: Pusher, registry: Registry, items: Sequence[PushIte
     await _push_chunks(pusher, registry, chunks)
     answers = {chunk: iter(chunk.results) for chunk in chunks}
     results: list[PushResult] = []
-    at = iter(items)
     for chunk, count in runs:
-        lane, answer = chunk.lane, answers[chunk]
-        queue, partition, uid = lane.queue.name, lane.name, lane.uid
-        for _ in range(count):
-            message_id, duplicate = next(answer)
-            tx = next(at).transaction_id or message_id
-            status: Literal["queued", "duplicate"] = "duplicate" if duplicate else "queued"
-            results.append(PushResult(tx, message_id, status, queue, partition, uid))
+        own = items[len(results) : len(results) + count]
+        results += _results(chunk.lane, own, answers[chunk])
     return results

@@ -36,11 +36,13 @@ __all__ = [
     "JSON",
     "PushItem",
     "PushResult",
+    "Appended",
     "PopRequest",
     "Popped",
     "PoppedMessage",
     "AckItem",
     "AckResult",
+    "Acked",
     "PushOp",
     "AckOp",
     "TransactionResult",
@@ -116,6 +118,14 @@ class PushResult(msgspec.Struct, gc=False):
     partition_id: str
 
 
+class Appended(msgspec.Struct, frozen=True, gc=False):
+    """The answer to plain pushes: where they went, each message's id, and whether it is a duplicate's."""
+
+    queue: str
+    partition_id: str
+    results: list[tuple[str, bool]]
+
+
 class PopRequest(msgspec.Struct, frozen=True):
     """Which messages are wanted: of a queue, of one of its partitions, or of a namespace/task."""
 
@@ -157,6 +167,14 @@ class AckResult(msgspec.Struct, gc=False):
     lease_released: bool = False
     dlq: bool = False
     attempts: int = 0
+
+
+class Acked(msgspec.Struct, frozen=True, gc=False):
+    """The answer to plain acks: all were acknowledged, and whether that was the last of the lease."""
+
+    queue: str
+    partition: str
+    lease_released: bool
 
 
 class PushOp(msgspec.Struct, frozen=True, tag="push"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -50,25 +49,49 @@ class App:
         if request.method == "OPTIONS":
             return Answer(204, b"", extra=_CORS)
         label = "unknown"
+        answer: Answer
         try:
             route = self._router.find(request)
             label = route.path
             answer = await route.endpoint(request)
-        except HttpError as error:
-            answer = error.answer()
-        except QueueError as error:
-            answer = refusal(error)
-        except asyncio.CancelledError:
-            raise
-        except Exception:
-            log.exception("%s %r failed", request.method, request.path)
-            answer = HttpError(500, "internal error; the server's log has the details").answer()
+        except Exception as error:
+            answer = failure(request, error)
         self.counters.add(request.method, label, answer.status, perf_counter() - started)
         return answer
+
+    def soon(self, request: Request, reply: Callable[[Answer | None], None]) -> bool:
+        """Answer a hot route without a coroutine where that is possible; None asks for the coroutine."""
+        started = perf_counter()
+        try:
+            route = self._router.find(request)
+            if route.shortcut is None:
+                return False
+
+            def done(outcome: Answer | Exception | None) -> None:
+                answer = failure(request, outcome) if isinstance(outcome, Exception) else outcome
+                if answer is not None:
+                    self.counters.add(request.method, route.path, answer.status, perf_counter() - started)
+                reply(answer)
+
+            return route.shortcut(request, done)
+        except (HttpError, QueueError):  # the endpoint will find the same, and say so
+            return False
 
     async def openapi(self, request: Request) -> Answer:
         """GET /openapi.json."""
         return Answer(200, self._document)
+
+
+def failure(request: Request, error: Exception) -> Answer:
+    """What went wrong, as HTTP."""
+    match error:
+        case HttpError():
+            return error.answer()
+        case QueueError():
+            return refusal(error)
+        case _:
+            log.error("%s %r failed", request.method, request.path, exc_info=error)
+            return HttpError(500, "internal error; the server's log has the details").answer()
 
 
 def refusal(error: QueueError) -> Answer:

@@ -27,6 +27,7 @@ HEADER_VALUE_LIMIT = 8192
 DELAY_LIMIT = 366 * 86_400
 UUID_SIZE = 36
 NULL = b"null"
+DONE = (None, "completed", "success")
 
 
 def push_items(items: list[bodies.PushItem], field: str = "items") -> list[PushItem]:
@@ -34,6 +35,17 @@ def push_items(items: list[bodies.PushItem], field: str = "items") -> list[PushI
     if len(items) > ITEMS_LIMIT:
         raise bad(field, f"must have at most {ITEMS_LIMIT} elements, got {len(items)}")
     return [_push_item(item, field, i) for i, item in enumerate(items)]
+
+
+def plain_push(items: list[bodies.PushItem]) -> bool:
+    """Whether these are JSON messages for one partition, now, with nothing else said about them."""
+    queue, partition = items[0].queue, items[0].partition
+    for item in items:
+        if item.queue != queue or item.partition != partition or item.content_type is not None:
+            return False
+        if item.headers is not None or item.trace_id is not None or item.delay_seconds is not None:
+            return False
+    return len(items) <= ITEMS_LIMIT
 
 
 def _push_item(item: bodies.PushItem, field: str, i: int) -> PushItem:
@@ -119,6 +131,11 @@ def partition_id(value: str, field: str = "partitionId") -> str:
     if text is None:
         raise bad(field, f"must be the uuid a pop returned, got {value[:64]!r}")
     return text
+
+
+def plain_ack(body: bodies.AckBody) -> bool:
+    """Whether a message was handled, and nothing else is said about it."""
+    return body.status in DONE and body.error is None and body.delay_seconds is None
 
 
 def ack_item(body: bodies.AckBody | bodies.AckOperation, at: str, group: str | None) -> AckItem:

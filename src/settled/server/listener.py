@@ -10,11 +10,12 @@ from .protocol import Connection, Shared
 if TYPE_CHECKING:
     import socket
 
-    from .protocol import Handler
+    from .protocol import Handler, Soon
 
 REQUEST_TIMEOUT = 60.0
 IDLE_TIMEOUT = 120.0
 BACKLOG = 2048
+FIRST_WORD = 0.25
 
 
 class Listener:
@@ -24,8 +25,8 @@ class Listener:
     end its long polls when it is told so.
     """
 
-    def __init__(self, handler: Handler, *, body_limit: int) -> None:
-        self._shared = Shared(handler, body_limit)
+    def __init__(self, handler: Handler, *, body_limit: int, soon: Soon | None = None) -> None:
+        self._shared = Shared(handler, body_limit, soon)
         self._server: asyncio.Server | None = None
         self._beat: asyncio.TimerHandle | None = None
 
@@ -56,10 +57,12 @@ class Listener:
             self._server.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace
-        for connection in list(self._shared.connections):
-            if not connection.busy and not connection.started:
-                connection.close()
-        while self._shared.connections and loop.time() < deadline:  # noqa: ASYNC110 - once in a process's life
+        hurry = loop.time() + min(grace, FIRST_WORD)
+        while self._shared.connections and loop.time() < deadline:
+            for connection in list(self._shared.connections):
+                # Who has only just connected is about to ask.
+                if connection.silent and (connection.served or loop.time() >= hurry):
+                    connection.close()
             await asyncio.sleep(0.01)
         for connection in list(self._shared.connections):
             connection.close()

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from settled.queue.types import AckItem, AckResult, Popped, PopRequest, PushOp, PushResult
+from settled.queue.types import (
+    DEFAULT_PARTITION,
+    QUEUE_MODE,
+    Acked,
+    AckResult,
+    Appended,
+    Popped,
+    PopRequest,
+    PushOp,
+    PushResult,
+)
 
-from . import answers, bodies
-from .convert import ack_item, ack_items, operations, push_items
+from . import answers, bodies, spliced
+from .convert import ITEMS_LIMIT, NULL, ack_item, ack_items, operations, plain_ack, plain_push, push_items
 from .exchange import Answer, Request, bad, ok
 from .parse import decode, name, pop_query
 
 if TYPE_CHECKING:
     from settled.queue.engine import Engine
+
+    from .router import Reply
 
 PAUSE = 1.0
 LEASE_LIMIT = 86_400
@@ -51,27 +64,37 @@ class Messages:
             return Answer(201, b"[]")
         return Answer(201, answers.pushed(await self._engine.push(items), items))
 
+    def push_soon(self, request: Request, reply: Reply) -> bool:
+        """POST /api/v1/push of plain messages of one partition."""
+        items = decode(request.body, _push).items
+        if not items or not plain_push(items):
+            return False
+        ids = [item.transaction_id for item in items]
+        payloads = [bytes(item.payload or item.data or NULL) for item in items]
+
+        def done(result: Appended | Exception | None) -> None:
+            reply(Answer(201, spliced.appended(result, ids)) if isinstance(result, Appended) else result)
+
+        partition = DEFAULT_PARTITION if items[0].partition is None else items[0].partition
+        return self._engine.push_soon(items[0].queue, partition, ids, payloads, done)
+
     async def pop_queue(self, request: Request) -> Answer:
         """GET /api/v1/pop/queue/{queue} and .../partition/{partition}."""
-        query = pop_query(request.query)
-        queue, *rest = request.segments
-        name(queue, "queue")
-        partition = name(rest[0], "partition") if rest else None
-        return await self._pop(
-            request,
-            PopRequest(
-                queue=queue,
-                partition=partition,
-                group=query.group,
-                batch=query.batch,
-                partitions=query.partitions,
-                auto_ack=query.auto_ack,
-                wait=query.wait,
-                lease_seconds=query.lease_seconds,
-                subscription_mode=query.mode,
-                subscription_from=query.origin,
-            ),
-        )
+        return await self._pop(request, pop_request(request.segments, request.query))
+
+    def pop_soon(self, request: Request, reply: Reply) -> bool:
+        """GET /api/v1/pop/queue/{queue} of a queue that has messages."""
+        wanted = pop_request(request.segments, request.query)
+
+        def done(result: Popped | Exception | None) -> None:
+            if not isinstance(result, Popped):
+                reply(result)
+                return
+            if request.gone:
+                self._engine.give_back(result)
+            reply(Answer(200, answers.popped(result, wanted)))
+
+        return self._engine.pop_soon(wanted, done)
 
     async def pop_any(self, request: Request) -> Answer:
         """GET /api/v1/pop?namespace=&task=."""
@@ -99,8 +122,8 @@ class Messages:
             result = await self._wait(request, wanted)
         else:
             result = await self._engine.pop(wanted)
-        if request.gone and result.lease_id:
-            await self._give_back(result)
+        if request.gone:
+            self._engine.give_back(result)
         return Answer(200, answers.popped(result, wanted))
 
     async def _wait(self, request: Request, wanted: PopRequest) -> Popped:
@@ -127,14 +150,6 @@ class Messages:
     def _told_to_stop(self, request: Request) -> bool:
         return self._stopping and not request.gone
 
-    async def _give_back(self, result: Popped) -> None:
-        """The client hung up before it got its messages: others need not wait for the lease to expire."""
-        items = [
-            AckItem(m.transaction_id, m.partition_id, "retry", m.lease_id, group=m.group)
-            for m in result.messages()
-        ]
-        await self._engine.ack(items, result.group, atomic=False)
-
     async def ack(self, request: Request) -> Answer:
         """POST /api/v1/ack."""
         item = ack_item(decode(request.body, _ack), "", None)
@@ -155,6 +170,45 @@ class Messages:
         first = refused[0]
         error = f"acknowledgments[{first.index}]: {first.error}; nothing was settled"
         return ok({"success": False, "message": first.message, "error": error, "results": shown}, 409)
+
+    def ack_soon(self, request: Request, reply: Reply) -> bool:
+        """POST /api/v1/ack of one message that was handled."""
+        body = decode(request.body, _ack)
+        if not plain_ack(body):
+            return False
+
+        def done(settled: Acked | Exception | None) -> None:
+            if isinstance(settled, Acked):
+                reply(Answer(200, spliced.all_acked([body.transaction_id], settled)[0].encode()))
+            else:
+                reply(settled)
+
+        group = body.consumer_group or QUEUE_MODE
+        return self._engine.ack_soon(body.partition_id, body.lease_id, group, [body.transaction_id], done)
+
+    def ack_batch_soon(self, request: Request, reply: Reply) -> bool:
+        """POST /api/v1/ack/batch of messages of one lease that were handled."""
+        body = decode(request.body, _ack_batch)
+        acks = body.acknowledgments
+        if not acks or len(acks) > ITEMS_LIMIT:
+            return False
+        first = acks[0]
+        partition_id, lease_id, group = first.partition_id, first.lease_id, first.consumer_group
+        for ack in acks:
+            if ack.partition_id != partition_id or ack.lease_id != lease_id or ack.consumer_group != group:
+                return False
+            if not plain_ack(ack):
+                return False
+        ids = [ack.transaction_id for ack in acks]
+
+        def done(settled: Acked | Exception | None) -> None:
+            if isinstance(settled, Acked):
+                reply(Answer(200, f"[{','.join(spliced.all_acked(ids, settled))}]".encode()))
+            else:
+                reply(settled)
+
+        whole = group or body.consumer_group or QUEUE_MODE
+        return self._engine.ack_soon(partition_id, lease_id, whole, ids, done)
 
     async def extend(self, request: Request) -> Answer:
         """POST /api/v1/lease/{leaseId}/extend; the body may be left out."""
@@ -189,6 +243,25 @@ class Messages:
             (r.message for r in result.results if isinstance(r, AckResult) and not r.success), "conflict"
         )
         return ok({**answer, "error": result.error or "Transaction failed", "message": why}, 409)
+
+
+@lru_cache(maxsize=4096)
+def pop_request(segments: tuple[str, ...], raw: bytes) -> PopRequest:
+    """What a pop of a queue asks for, remembered, since consumers repeat themselves."""
+    query = pop_query(raw)
+    queue, *rest = segments
+    return PopRequest(
+        queue=name(queue, "queue"),
+        partition=name(rest[0], "partition") if rest else None,
+        group=query.group,
+        batch=query.batch,
+        partitions=query.partitions,
+        auto_ack=query.auto_ack,
+        wait=query.wait,
+        lease_seconds=query.lease_seconds,
+        subscription_mode=query.mode,
+        subscription_from=query.origin,
+    )
 
 
 def _status(result: AckResult) -> int:

@@ -113,7 +113,7 @@ async def _keep_postgres(home: Path) -> None:
     try:
         while True:
             await asyncio.sleep(WATCH_EVERY)
-            if await asyncio.to_thread(watched.is_running):
+            if await asyncio.to_thread(watched.is_there):
                 continue
             log.warning("the embedded Postgres in %s is gone; starting it again", home)
             try:

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection on asyncio: httptools parses, one request at a time is handled, bytes go out."""
+"""One HTTP/1.1 connection on asyncio: requests are parsed and handled one at a time, bytes go out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from email.utils import formatdate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import httptools
 
@@ -16,25 +16,48 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     Handler = Callable[[Request], Awaitable[Answer]]
+    # Takes a request that needs no coroutine and replies later, once; False: it is one for the Handler.
+    # A reply of None says that the Handler is needed after all.
+    Soon = Callable[[Request, Callable[[Answer | None], None]], bool]
 
 log = logging.getLogger("settled.server")
 
 HEADER_LIMIT = 64 * 1024
 PIPELINE_LIMIT = 16
 LINGER = 2.0
+KNOWN_LIMIT = 512
+KNOWN_SIZE = 1024
+
+
+class Head(NamedTuple):
+    """What the bytes before a body mean: a request line, and how much body follows."""
+
+    method: str
+    path: bytes
+    query: bytes
+    length: int
 
 
 class Shared:
     """What the connections of one server have in common."""
 
-    def __init__(self, handler: Handler, body_limit: int) -> None:
+    def __init__(self, handler: Handler, body_limit: int, soon: Soon | None = None) -> None:
         self.handler = handler
+        self.soon = soon
         self.body_limit = body_limit
         self.connections: set[Connection] = set()
+        # Clients repeat themselves: a head that was parsed once is recognised by its bytes.
+        self.known: dict[bytes, Head] = {}
         self.stopping = False
         self.date = b""
         self._heads: dict[tuple[int, bytes], bytes] = {}
         self.tick()
+
+    def remember(self, raw: bytes, head: Head) -> None:
+        """Recognise this head when it comes again."""
+        if len(self.known) >= KNOWN_LIMIT:
+            self.known.clear()
+        self.known[raw] = head
 
     def tick(self) -> None:
         """Refresh the Date header; called once a second."""
@@ -64,9 +87,14 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiting: deque[tuple[Request, bool]] = deque()
         self._request: Request | None = None
+        self._keep_alive = True
         self._task: asyncio.Task[None] | None = None
         self._resume: asyncio.Future[None] | None = None
         self._closing = False
+        self._read: list[Request] = []  # those of the bytes just fed after which the connection stays open
+        # Whether a request is being handled or its answer waits for the client to read.
+        self.busy = False
+        self.served = False
         # Since when the client owes us bytes of a request it began (0: it owes nothing).
         self.started = 0.0
         self.idle_since = self._loop.time()
@@ -79,11 +107,6 @@ class Connection(asyncio.Protocol):
         self._head_size = 0
         self._refused: HttpError | None = None
         self._expects = False
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request is being handled or waits its turn."""
-        return self._task is not None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the transport; asyncio calls this once."""
@@ -112,11 +135,26 @@ class Connection(asyncio.Protocol):
         self._resume = None
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser; what it cannot read is answered 400 and the connection ends."""
+        """Take a request whose head is known, or feed the parser; what it cannot read is answered 400."""
         if self._closing:
             return
-        if not self.started:
-            self.started = self._loop.time()
+        if self.started:
+            self._feed(data)
+            return
+        raw, _, body = data.partition(b"\r\n\r\n")
+        head = self._shared.known.get(raw)
+        if head is not None and len(body) == head.length:
+            self._accept(Request(head.method, head.path, head.query, body), True)
+            return
+        self._read.clear()
+        self._feed(data)
+        if len(self._read) == 1 and not self.started and len(raw) <= KNOWN_SIZE:
+            request = self._read[0]
+            # One whole request, and its body as it came, not in chunks.
+            if request.body == body:
+                self._shared.remember(raw, Head(request.method, request.path, request.query, len(body)))
+
+    def _feed(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
             if self._in_head:
@@ -131,6 +169,10 @@ class Connection(asyncio.Protocol):
                 self._end(cause)
             else:
                 self._end(HttpError(400, f"malformed HTTP request: {error}"))
+
+    def on_message_begin(self) -> None:
+        """The client began a request."""
+        self.started = self._loop.time()
 
     def on_url(self, url: bytes) -> None:
         """Part of the request target."""
@@ -169,26 +211,51 @@ class Connection(asyncio.Protocol):
         return HttpError(413, f"body must be at most {limit} bytes", limit=limit)
 
     def on_message_complete(self) -> None:
-        """A whole request is here: handle it now, or after those before it."""
+        """A whole request is here."""
         path, _, query = self._url.partition(b"?")
         if path[:1] != b"/":
             path = _origin_form(path)
         request = Request(self._parser.get_method().decode("latin-1"), path, query, bytes(self._body))
-        keep_alive = self._parser.should_keep_alive() and not self._shared.stopping
+        keep_alive = self._parser.should_keep_alive()
+        if keep_alive and not self._expects:
+            self._read.append(request)
         self._reset()
         self.started = 0.0
-        if self._task is None:
+        self._accept(request, keep_alive)
+
+    def _accept(self, request: Request, keep_alive: bool) -> None:
+        """Handle a request now, or after those before it."""
+        keep_alive = keep_alive and not self._shared.stopping
+        if not self.busy:
             self._start(request, keep_alive)
             return
         self._waiting.append((request, keep_alive))
         if len(self._waiting) >= PIPELINE_LIMIT and self._transport is not None:
             self._transport.pause_reading()
 
-    def _start(self, request: Request, keep_alive: bool) -> None:
-        self._request = request
-        self._task = self._loop.create_task(self._handle(request, keep_alive))
+    @property
+    def silent(self) -> bool:
+        """Whether nothing was asked that is not answered."""
+        return not self.busy and not self.started
 
-    async def _handle(self, request: Request, keep_alive: bool) -> None:
+    def _start(self, request: Request, keep_alive: bool) -> None:
+        self.busy = self.served = True
+        self._request = request
+        self._keep_alive = keep_alive
+        soon = self._shared.soon
+        if soon is None or not soon(request, self._reply):
+            self._task = self._loop.create_task(self._handle(request))
+
+    def _reply(self, answer: Answer | None) -> None:
+        """The answer to a request that had no task, or None if it needs one."""
+        request = self._request
+        if answer is not None or request is None or self._transport is None:
+            self._finish(answer)
+        else:
+            self._task = self._loop.create_task(self._handle(request))
+
+    async def _handle(self, request: Request) -> None:
+        answer: Answer | None
         try:
             answer = await self._shared.handler(request)
         except HttpError as error:
@@ -198,21 +265,30 @@ class Connection(asyncio.Protocol):
         except Exception:
             log.exception("%s %r failed", request.method, request.path)
             answer = HttpError(500, "internal error; the server's log has the details").answer()
-        self._request = None
-        if self._transport is None or answer is None:
-            self._task = None
-            return
-        self._write(answer, head_only=request.method == "HEAD", keep_alive=keep_alive)
-        if self._resume is not None:
-            await self._resume
         self._task = None
-        if not keep_alive or self._shared.stopping:
+        self._finish(answer)
+
+    def _finish(self, answer: Answer | None) -> None:
+        request, self._request = self._request, None
+        if answer is None or request is None or self._transport is None:
+            self.busy = False
+            return
+        self._write(answer, head_only=request.method == "HEAD", keep_alive=self._keep_alive)
+        if self._resume is None:
+            self._next()
+        else:
+            self._resume.add_done_callback(self._next)
+
+    def _next(self, _: object = None) -> None:
+        """The answer is out: turn to the request that waits, if there is one."""
+        self.busy = False
+        if not self._keep_alive or self._shared.stopping:
             self.close()
         elif self._waiting:
-            following, keep = self._waiting.popleft()
+            following, keep_alive = self._waiting.popleft()
             if not self._waiting and self._transport is not None:
                 self._transport.resume_reading()
-            self._start(following, keep)
+            self._start(following, keep_alive)
         else:
             self.idle_since = self._loop.time()
             if self._closing:
@@ -236,7 +312,7 @@ class Connection(asyncio.Protocol):
         self.started = 0.0
         if self._transport is None:
             return
-        if self._task is not None:
+        if self.busy:
             self._transport.pause_reading()
             return
         self._write(error.answer(), head_only=False, keep_alive=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -14,7 +13,11 @@ if TYPE_CHECKING:
     from .openapi import Parameter
 
     Endpoint = Callable[[Request], Awaitable[Answer]]
+    Reply = Callable[[Answer | Exception | None], None]
+    # Answers later by calling the Reply once, without a coroutine; False: the endpoint must answer.
+    Shortcut = Callable[[Request, Reply], bool]
 
+FOUND_LIMIT = 4096
 SEGMENT_LIMIT = 1024
 POPS = b"/api/v1/pop"
 
@@ -28,6 +31,7 @@ class Route(NamedTuple):
     summary: str
     body: type | None = None
     parameters: tuple[Parameter, ...] = ()
+    shortcut: Shortcut | None = None
 
 
 class Node:
@@ -46,7 +50,7 @@ class Router:
 
     def __init__(self, routes: list[Route]) -> None:
         self._root = Node()
-        self._fixed: dict[tuple[str, bytes], Route] = {}
+        self._found: dict[tuple[str, bytes], tuple[Route, tuple[str, ...]]] = {}
         self.routes = routes
         for route in routes:
             self._add(route)
@@ -60,17 +64,23 @@ class Router:
             else:
                 node = node.children.setdefault(part, Node())
         node.methods[route.method] = route
-        if "{" not in route.path:
-            self._fixed[route.method, route.path.encode()] = route
 
     def find(self, request: Request) -> Route:
         """The route of this request, with its `segments` set; 404, 405 or 400 otherwise."""
+        key = (request.method, request.path)
+        known = self._found.get(key)
+        if known is None:
+            known = self._look(request)
+            if len(self._found) >= FOUND_LIMIT:
+                self._found.clear()
+            self._found[key] = known
+        route, request.segments = known
+        return route
+
+    def _look(self, request: Request) -> tuple[Route, tuple[str, ...]]:
         # A pop hands out messages, so it must not be answered to somebody who does not read the body.
         headed = request.method == "HEAD" and not request.path.startswith(POPS)
         method = "GET" if headed else request.method
-        route = self._fixed.get((method, request.path))
-        if route is not None:
-            return route
         found = _walk(self._root, request.path.split(b"/"), 1, ())
         if found is None:
             raise HttpError(404, f"no such route: {request.method} {request.path.decode('latin-1')}")
@@ -83,8 +93,7 @@ class Router:
                 f"{request.method} is not allowed here; use {allowed}",
                 extra=b"allow: " + allowed.encode() + b"\r\n",
             )
-        request.segments = decode_segments(raw)
-        return route
+        return route, tuple(_decode(part) for part in raw)
 
 
 def _walk(
@@ -103,17 +112,12 @@ def _walk(
     return _walk(node.parameter, parts, depth + 1, (*values, part))
 
 
-@lru_cache(maxsize=4096)
-def decode_segments(raw: tuple[bytes, ...]) -> tuple[str, ...]:
-    """Percent-decoded path parameters.
-
-    >>> decode_segments((b"a%20b", b"c%2Fd"))
-    ('a b', 'c/d')
-    """
-    return tuple(_decode(part) for part in raw)
-
-
 def _decode(part: bytes) -> str:
+    """A percent-decoded path parameter.
+
+    >>> _decode(b"c%2Fd e")
+    'c/d e'
+    """
     if not part:
         raise bad("path", "has an empty segment")
     if len(part) > SEGMENT_LIMIT:

@@ -65,8 +65,16 @@ def routes(engine: Engine, m: Messages, sys: System, openapi: Endpoint) -> list[
     one, seek = f"{messages}/{{partitionId}}/{{transactionId}}", f"{groups}/{{group}}/queues/{{queue}}"
     resources, upkeep = "/api/v1/resources", "/api/v1/system/maintenance"
     return [
-        Route("POST", "/api/v1/push", m.push, "Push messages.", bodies.PushBody),
-        Route("GET", f"{pop}/queue/{{queue}}", m.pop_queue, "Take messages of any partition.", None, _POP),
+        Route("POST", "/api/v1/push", m.push, "Push messages.", bodies.PushBody, (), m.push_soon),
+        Route(
+            "GET",
+            f"{pop}/queue/{{queue}}",
+            m.pop_queue,
+            "Take messages of any partition.",
+            None,
+            _POP,
+            m.pop_soon,
+        ),
         Route(
             "GET",
             f"{pop}/queue/{{queue}}/partition/{{partition}}",
@@ -76,8 +84,16 @@ def routes(engine: Engine, m: Messages, sys: System, openapi: Endpoint) -> list[
             _POP,
         ),
         Route("GET", pop, m.pop_any, "Take messages of a namespace or task.", None, (*_POP, *_SPACE)),
-        Route("POST", "/api/v1/ack", m.ack, "Settle one message.", bodies.AckBody),
-        Route("POST", "/api/v1/ack/batch", m.ack_batch, "Settle many messages.", bodies.AckBatchBody),
+        Route("POST", "/api/v1/ack", m.ack, "Settle one message.", bodies.AckBody, (), m.ack_soon),
+        Route(
+            "POST",
+            "/api/v1/ack/batch",
+            m.ack_batch,
+            "Settle many messages.",
+            bodies.AckBatchBody,
+            (),
+            m.ack_batch_soon,
+        ),
         Route(
             "POST",
             "/api/v1/transaction",

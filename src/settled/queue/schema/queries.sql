@@ -62,6 +62,14 @@ select h.horizon, a.xid::text as xid, a.ctid::text as place, a.kind, a.queues, a
   from (select pg_snapshot_xmin(pg_current_snapshot())::text as horizon) h
   left join activity a on a.xid >= $1::text::xid8 and a.worker <> $2
 
+-- name: join_workers
+select pg_advisory_lock_shared(96631518, 1)
+
+-- name: other_workers
+select exists (select from pg_locks where locktype = 'advisory' and classid = 96631518 and objid = 1
+                  and database = (select oid from pg_database where datname = current_database())
+                  and pid <> pg_backend_pid()) as others
+
 -- name: subscription
 select mode, starts_at from subscription where group_id = $1 and queue_id = $2
 

@@ -1,0 +1,194 @@
+"""The usual settling: acks alone, of leases this worker knows, as bits; many callers share one call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+from asyncpg import BitString
+
+from settled.queue.soon import tell
+from settled.queue.types import Acked, AckResult
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from settled.queue.ack import Settler
+    from settled.queue.activity import Activity
+    from settled.queue.db import Clock, Link
+    from settled.queue.lanes import Lane
+    from settled.queue.leases import Lease, Leases
+    from settled.queue.ready import ReadySets
+    from settled.queue.soon import Done
+    from settled.queue.types import AckItem
+
+SETTLE_ACKS = "select * from settle_acks($1, $2, $3, $4, $5, $6, $7, $8, $9)"
+HANDLED = ("completed", "success")
+REVERSED = bytes(int(f"{i:08b}"[::-1], 2) for i in range(256))
+
+
+def bit_string(mask: int, length: int) -> BitString:
+    """Bit i of a number as bit i of a varbit, which counts from the left."""
+    return BitString.frombytes(mask.to_bytes((length + 7) // 8, "little").translate(REVERSED), length)
+
+
+class Acks:
+    """What one caller acks under one lease: bit i is the message at the lease's base + i."""
+
+    __slots__ = ("count", "done", "lane", "lease", "mask")
+
+    def __init__(self, lane: Lane, lease: Lease, mask: int, count: int, done: Done[Acked]) -> None:
+        self.lane = lane
+        self.lease = lease
+        self.mask = mask
+        self.count = count
+        self.done = done
+
+
+async def ack_plainly(settler: Settler, items: Sequence[AckItem], group: str) -> list[AckResult] | None:
+    """Settle items by the short way if it is open to them, and answer in their order; else None."""
+    if not items:
+        return None
+    first = items[0]
+    partition_id, lease_id, own = first.partition_id, first.lease_id, first.group
+    for item in items:
+        if item.partition_id != partition_id or item.lease_id != lease_id or item.group != own:
+            return None
+        if item.status not in HANDLED or item.error is not None or item.delay is not None:
+            return None
+    waiting: asyncio.Future[Acked | Exception | None] = asyncio.get_running_loop().create_future()
+
+    def done(outcome: Acked | Exception | None) -> None:
+        if not waiting.done():
+            waiting.set_result(outcome)
+
+    ids = [item.transaction_id for item in items]
+    if not settler.ack_soon(partition_id, lease_id or None, own or group, ids, done):
+        return None
+    outcome = await waiting
+    if isinstance(outcome, Exception):
+        raise outcome
+    if outcome is None:
+        return None
+    queue, partition, over = outcome.queue, outcome.partition, outcome.lease_released
+    return [AckResult(each, True, "acknowledged", None, queue, partition, over) for each in ids]
+
+
+class AckQueue:
+    """Acks that wait for a call, and what becomes of them.
+
+    What is not plain after all (a lease that is over, a message settled before, a failure in the batch)
+    changes nothing, and its caller is told None: it must ask for a settlement that looks closer.
+    """
+
+    def __init__(
+        self, worker: str, ready: ReadySets, leases: Leases, clock: Clock, activity: Activity
+    ) -> None:
+        self._worker = worker
+        self._ready = ready
+        self._leases = leases
+        self._clock = clock
+        self._activity = activity
+        self.pending: deque[Acks] = deque()
+        self.calls = 0
+        self.settled = 0
+
+    def take(self, out: set[tuple[int, int]]) -> dict[Lease, list[Acks]]:
+        """Acks of different messages, on lanes no other call is working on."""
+        taken: dict[Lease, list[Acks]] = {}
+        masks: dict[Lease, int] = {}
+        later: list[Acks] = []
+        for acks in self.pending:
+            lease = acks.lease
+            before = masks.get(lease)
+            if before is None:
+                if lease.key in out:
+                    later.append(acks)
+                else:
+                    masks[lease] = acks.mask
+                    taken[lease] = [acks]
+            elif before & acks.mask:
+                later.append(acks)
+            else:
+                masks[lease] = before | acks.mask
+                taken[lease].append(acks)
+        self.pending = deque(later)
+        return taken
+
+    async def apply(self, link: Link, taken: dict[Lease, list[Acks]]) -> None:
+        """Settle and answer; what is in the way is found by halves, so that nobody else suffers from it."""
+        leases = sorted(taken, key=lambda lease: lease.key)
+        try:
+            row = await self._call(link, leases, taken)
+        except asyncpg.PostgresError:
+            await self._halve(link, leases, taken)
+        except Exception as error:  # the callers must hear of it, whatever it is
+            for acks in taken.values():
+                _answer(acks, error)
+        else:
+            if row["status"] == "odd":
+                await self._halve(link, leases, taken)
+            else:
+                self._finish(leases, taken, row["released"], row["pending"])
+
+    async def _halve(self, link: Link, leases: list[Lease], taken: dict[Lease, list[Acks]]) -> None:
+        if len(leases) == 1:
+            _answer(taken[leases[0]], None)
+            return
+        middle = len(leases) // 2
+        for half in (leases[:middle], leases[middle:]):
+            await self.apply(link, {lease: taken[lease] for lease in half})
+
+    async def _call(self, link: Link, leases: list[Lease], taken: dict[Lease, list[Acks]]) -> Any:
+        bits, firsts, lasts, counts = [], [], [], []
+        for lease in leases:
+            mask = count = 0
+            for acks in taken[lease]:
+                mask |= acks.mask
+                count += acks.count
+            bits.append(bit_string(mask, lease.length))
+            firsts.append(lease.base + (mask & -mask).bit_length() - 1)
+            lasts.append(lease.base + mask.bit_length() - 1)
+            counts.append(count)
+        now = self._clock.now()
+        self.calls += 1
+        rows = await link.fetch(
+            SETTLE_ACKS,
+            self._worker,
+            [lease.lane_id for lease in leases],
+            [lease.group_id for lease in leases],
+            [lease.id for lease in leases],
+            bits,
+            firsts,
+            lasts,
+            counts,
+            [max(0.0, now - lease.popped_at) for lease in leases],
+        )
+        return rows[0]
+
+    def _finish(
+        self,
+        leases: list[Lease],
+        taken: dict[Lease, list[Acks]],
+        released: list[bool],
+        pending: list[bool] | None,
+    ) -> None:
+        for at, lease in enumerate(leases):
+            own = taken[lease]
+            lane, over = own[0].lane, released[at]
+            if over:
+                self._leases.drop(lease)
+                if pending is not None and pending[at]:
+                    self._ready.released(lane.queue.id, lane.id, lease.group_id, None)
+                    self._activity.ring()
+                else:
+                    self._ready.freed(lane.queue.id, lane.id, lease.group_id)
+            self.settled += sum(acks.count for acks in own)
+            _answer(own, Acked(lane.queue.name, lane.name, over))
+
+
+def _answer(callers: list[Acks], outcome: Acked | Exception | None) -> None:
+    for acks in callers:
+        tell(acks.done, outcome)
