@@ -157,13 +157,15 @@ async def test_pop_by_namespace_and_task_takes_the_highest_priority_first(engine
 
 @with_engine
 async def test_delayed_processing_hides_young_messages(engine: Engine) -> None:
-    await engine.configure("q", {"delayedProcessing": 1})
+    await engine.configure("q", {"delayedProcessing": 600})
     await push(engine, "q", "old")
-    await asyncio.sleep(0.6)
     await push(engine, "q", "young")
     assert (await pop(engine, "q")).empty
-    assert ids(await pop(engine, "q", wait=2, auto_ack=True)) == ["old"]
-    assert ids(await pop(engine, "q", wait=2, auto_ack=True)) == ["young"]
+    aged = "update segment set created_at = created_at - interval '599 s' where first_seq = 0"
+    await engine._core.pool.fetch(aged)
+    engine._core.ready.reset()
+    assert ids(await pop(engine, "q", wait=30, auto_ack=True)) == ["old"]
+    assert (await pop(engine, "q")).empty
 
 
 @with_engine

@@ -251,7 +251,7 @@ async def test_in_order_holds_the_lane_for_a_failed_message(engine: Engine) -> N
 
 @with_engine
 async def test_parked_lets_the_lane_go_on_and_brings_the_message_back_when_due(engine: Engine) -> None:
-    await engine.configure("q", {"retryDelay": 400, "retry": "parked", "retryLimit": 2})
+    await engine.configure("q", {"retryDelay": 1500, "retry": "parked", "retryLimit": 2})
     await push(engine, "q", *"abcd")
     first = await pop(engine, "q", 2)
     await settle(engine, first, "failed", "a", error="later")
@@ -259,11 +259,9 @@ async def test_parked_lets_the_lane_go_on_and_brings_the_message_back_when_due(e
     second = await pop(engine, "q", 1)
     assert ids(second) == ["c"]
     await settle(engine, second, "completed")
-    started = time.monotonic()
     assert ids(await pop(engine, "q", 1, auto_ack=True)) == ["d"]
-    back = await pop(engine, "q", wait=5)
+    back = await pop(engine, "q", wait=30)
     assert [(m.transaction_id, m.attempts) for m in back.messages()] == [("a", 1)]
-    assert time.monotonic() - started < 4
     assert (await engine.groups(queue="q"))[0].total_lag == 1
     (dead,) = await settle(engine, back, "failed", error="never")
     assert dead.message == "failed_dlq"
@@ -415,3 +413,5 @@ async def test_the_journal_tells_how_a_message_was_settled(engine: Engine) -> No
     assert [(e.kind, e.error, e.attempts) for e in life if e.kind == "failed"] == [("failed", "boom", 1)]
     assert [(e.kind, e.count) for e in life] == [("settled", 1), ("failed", 1)]
     assert len(await engine.journal(queue="q")) == 3
+    figures = engine.metrics()
+    assert (figures["settled_messages_total"], figures["failed_retry_messages_total"]) == (4, 1)

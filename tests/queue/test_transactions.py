@@ -36,7 +36,7 @@ async def test_acks_nacks_and_pushes_over_several_queues_are_applied_together(en
             PushOp([PushItem("out", b"1", "p", "x"), PushItem("other", b"2")]),
             AckOp(AckItem("b", partition, "failed", batch.lease_id, "why")),
             AckOp(AckItem("c", partition, "dlq", batch.lease_id, "bad")),
-            PushOp([PushItem("out", b"3", "p", "later", delay_seconds=2)]),
+            PushOp([PushItem("out", b"3", "p", "later", delay_seconds=1.5)]),
         ],
         [batch.lease_id or ""],
     )
@@ -47,7 +47,7 @@ async def test_acks_nacks_and_pushes_over_several_queues_are_applied_together(en
     assert [(m.transaction_id, m.attempts) for m in (await pop(engine, "in")).messages()] == [("b", 1)]
     assert (await engine.dead_letters(queue="in")).total == 1
     assert ids(await pop(engine, "out", auto_ack=True)) == ["x"]
-    assert ids(await pop(engine, "out", wait=20)) == ["later"]
+    assert ids(await pop(engine, "out", wait=30)) == ["later"]
     assert len(await drain(engine, "other")) == 1
 
 

@@ -61,6 +61,11 @@ class Chunk:
         """Transaction id, its hash, payload and headers of each item."""
         return zip(self.tx, self.hashes, self.payloads, self.headers, strict=True)
 
+    def finish(self) -> None:
+        """Tell the caller, once; it is forgotten then, or the two would keep each other in memory."""
+        done, self.done = self.done, _nobody
+        done()
+
     def put(self, tx: list[bytes], payloads: list[bytes]) -> None:
         """Take plain JSON messages; an empty transaction id stands for none."""
         self.tx, self.payloads = tx, payloads
@@ -99,8 +104,11 @@ def plain_ids(given: Sequence[str | None]) -> list[bytes] | None:
         ids = [tx.encode() for tx in given]  # type: ignore[union-attr]
     except (AttributeError, UnicodeEncodeError):
         return None
-    sizes = [*map(len, ids)]  # in bytes, so no more than that many characters
-    return ids if min(sizes) and max(sizes) <= TX_LIMIT and b"\0" not in b"".join(ids) else None
+    for each in ids:
+        # In bytes, so there are no more characters than that.
+        if not 0 < len(each) <= TX_LIMIT or b"\0" in each:
+            return None
+    return ids
 
 
 def check_transaction_id(tx: object) -> bytes:
@@ -194,7 +202,7 @@ class Batch:
         ids = segment.id_texts(self.base, len(self.tx))
         if self.whole:
             self.chunks[0].results = [*zip(ids, repeat(False))]
-            self.chunks[0].done()
+            self.chunks[0].finish()
             return
         for chunk, places in zip(self.chunks, self.places, strict=True):
             chunk.results = [
@@ -205,11 +213,11 @@ class Batch:
                 else (ids[~place], True)
                 for place in places
             ]
-            chunk.done()
+            chunk.finish()
 
     def fail(self, error: Exception) -> None:
         """Tell each caller that nothing of it was appended, or that nobody knows."""
         self.answered = True
         for chunk in self.chunks:
             chunk.error = error
-            chunk.done()
+            chunk.finish()

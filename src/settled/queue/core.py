@@ -140,22 +140,20 @@ class Core:
     def metrics(self) -> dict[str, float]:
         """Counters since the engine was opened, and gauges."""
         ready = self.ready.sets.values()
-        settled = self.settler.settled + self.settler.plain.settled
         return {
             "pushed_messages_total": self.pusher.messages,
             "push_flushes_total": self.pusher.flushes,
             "duplicate_messages_total": self.pusher.duplicates,
             "popped_messages_total": self.popper.messages,
             "claims_total": self.popper.claims,
-            "settled_messages_total": settled,
+            "settled_messages_total": self.settler.settled + self.settler.plain.settled,
             "settle_calls_total": self.settler.calls + self.settler.plain.calls,
-            "acknowledged_messages_total": settled - sum(self.settler.outcomes.values()),
-            **{f"{name}_messages_total": count for name, count in self.settler.outcomes.items()},
-            "refused_acks_total": self.settler.refused,
             "known_lanes": len(self.registry.lanes_by_id),
             "known_leases": len(self.leases),
             "ready_lanes": sum(len(r.ready) for r in ready),
             "waiting_pops": sum(len(r.waiters) for r in ready),
             "remembered_ids": sum(lane.remembered.size for lane in self.registry.lanes_by_id.values()),
             "cached_segment_bytes": self.cache.size,
+            **{f"{name}_messages_total": count for name, count in self.settler.outcomes.items()},
+            "refused_acks_total": self.settler.refused,
         }

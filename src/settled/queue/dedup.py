@@ -84,7 +84,7 @@ class Remembered:
         """Remember the ids of a segment."""
         fresh = self._fresh
         own = set(hashes)
-        if len(own) == len(hashes) and 0 not in own and own.isdisjoint(fresh):
+        if len(own) == len(hashes) and 0 not in own and fresh.keys().isdisjoint(own):
             fresh.update(zip(hashes, range(first_seq, first_seq + len(hashes)), strict=True))
         else:
             for seq, key in enumerate(hashes, first_seq):

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 LANE_BITS, GROUP_BITS = 40, 20
 REMEMBERED = 20_000
-REMEMBERED_MESSAGES = 300_000
-SHRUNK_MESSAGES = 5_000_000
+REMEMBERED_MESSAGES = 1_000_000
 
 
 def new_lease(lane_id: int, group_id: int, *, wide: bool) -> str:
@@ -85,10 +84,6 @@ class Lease:
         found = self._known().find(transaction_id)
         return found if found >= 0 else None
 
-    def shrink(self) -> bool:
-        """Keep about 25 bytes a message; False if that cannot be."""
-        return self._known().shrink()
-
     def mask(self, transaction_ids: Sequence[str]) -> int:
         """These messages as bits from `base` on; 0 if one is unknown, parked or named twice."""
         if self.parked:
@@ -131,40 +126,26 @@ class Leases:
         self._pool = pool
         self._cache = cache
         self._known: OrderedDict[tuple[str, int], Lease] = OrderedDict()
-        self._whole: dict[tuple[str, int], Lease] = {}
         self._messages = 0
-        self._shrunk = 0
         self.current: dict[tuple[int, int], str] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
     def put(self, lease: Lease) -> None:
-        """Remember a lease; older ones of many shrink, then are forgotten and looked up when needed."""
-        key = (lease.id, lease.lane_id)
-        if key in self._known:
-            self.drop(self._known[key])
-        self._known[key] = self._whole[key] = lease
+        """Remember a lease; the oldest of many are forgotten, and looked up if they are needed."""
+        self._known[(lease.id, lease.lane_id)] = lease
         self.current[(lease.lane_id, lease.group_id)] = lease.id
         self._messages += lease.length
-        while self._messages > REMEMBERED_MESSAGES and len(self._whole) > 1:
-            oldest = next(iter(self._whole))
-            large = self._whole.pop(oldest)
-            self._messages -= large.length
-            self._shrunk += large.length
-            if not large.shrink():
-                self.drop(large)
-        while len(self._known) > REMEMBERED or self._shrunk > SHRUNK_MESSAGES:
+        while len(self._known) > REMEMBERED or (
+            self._messages > REMEMBERED_MESSAGES and len(self._known) > 1
+        ):
             self.drop(next(iter(self._known.values())))
 
     def drop(self, lease: Lease) -> None:
         """Forget a lease that is over."""
-        key = (lease.id, lease.lane_id)
-        if self._known.pop(key, None) is not None:
-            if self._whole.pop(key, None) is not None:
-                self._messages -= lease.length
-            else:
-                self._shrunk -= lease.length
+        if self._known.pop((lease.id, lease.lane_id), None) is not None:
+            self._messages -= lease.length
         if self.current.get((lease.lane_id, lease.group_id)) == lease.id:
             del self.current[(lease.lane_id, lease.group_id)]
 

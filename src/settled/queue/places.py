@@ -20,27 +20,19 @@ class Places:
     __slots__ = ("_base", "_few", "_keys", "_seqs", "_text", "_view")
 
     def __init__(self, ids: Sequence[str], seqs: Sequence[int]) -> None:
-        self._few: dict[str, int] | None = dict(zip(ids, seqs, strict=True))
+        self._few: dict[str, int] | None = None
         if len(ids) > FEW:
-            self.shrink()
-
-    def shrink(self) -> bool:
-        """Keep about 25 bytes a message instead of a dict; False if two ids have the same hash."""
-        if not self._few:
-            return self._few is None
-        # Python's hash of a text is keyed, so nobody can make two ids meet; where two do, a dict it is.
-        keys = np.fromiter(map(hash, self._few), np.int64, len(self._few))
-        order = np.argsort(keys, kind="stable")
-        keys = keys[order]
-        if not bool((keys[1:] != keys[:-1]).all()):
-            return False
-        seqs = np.fromiter(self._few.values(), np.int64, len(keys))[order]
-        self._keys, self._view = keys, memoryview(keys)  # type: ignore[arg-type]
-        self._base = int(seqs.min())
-        self._seqs = (seqs - self._base).astype(np.uint32)
-        self._text = "\0".join(self._few)
-        self._few = None
-        return True
+            # Python's hash of a text is keyed, so nobody can make two ids meet; where two do, a dict it is.
+            keys = np.fromiter(map(hash, ids), np.int64, len(ids))
+            order = np.argsort(keys, kind="stable")
+            self._keys = keys[order]
+            self._view = memoryview(self._keys)  # type: ignore[arg-type]
+            self._base = min(seqs)
+            self._seqs = (np.array(seqs, np.int64)[order] - self._base).astype(np.uint32)
+            self._text = "\0".join(ids)
+            if bool((self._keys[1:] != self._keys[:-1]).all()):
+                return
+        self._few = dict(zip(ids, seqs, strict=True))
 
     def find(self, transaction_id: str) -> int:
         """Where a message is, or -1."""

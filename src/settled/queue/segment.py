@@ -67,10 +67,10 @@ def uuid_text(raw: bytes) -> str:
 
 def id_texts(base: bytes, n: int) -> list[str]:
     """The ids of a segment whose ids count up from `base`."""
+    if n == 1:
+        return [uuid_text(base)]
     prefix = uuid_text(base)[:28]
     start = int.from_bytes(base[12:], "big")
-    if n == 1:
-        return [f"{prefix}{start:08x}"]
     return [f"{prefix}{i:08x}" for i in range(start, start + n)]
 
 

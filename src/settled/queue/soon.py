@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 log = logging.getLogger("settled.queue")
@@ -18,5 +19,7 @@ def tell(done: Done[T], outcome: T | Exception | None) -> None:
     """Call `done`; requests share a flush, so one that cannot take its answer must not stop the others."""
     try:
         done(outcome)
-    except Exception:
+    except Exception as error:
         log.exception("an answer could not be delivered")
+        with suppress(Exception):
+            done(error)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT = 60.0
 IDLE_TIMEOUT = 120.0
 BACKLOG = 2048
+FIRST_WORD = 0.25
 
 
 class Listener:
@@ -56,10 +57,12 @@ class Listener:
             self._server.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace
-        for connection in list(self._shared.connections):
-            if not connection.busy and not connection.started:
-                connection.close()
-        while self._shared.connections and loop.time() < deadline:  # noqa: ASYNC110 - once in a process's life
+        hurry = loop.time() + min(grace, FIRST_WORD)
+        while self._shared.connections and loop.time() < deadline:
+            for connection in list(self._shared.connections):
+                # Who has only just connected is about to ask.
+                if connection.silent and (connection.served or loop.time() >= hurry):
+                    connection.close()
             await asyncio.sleep(0.01)
         for connection in list(self._shared.connections):
             connection.close()

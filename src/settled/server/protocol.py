@@ -94,6 +94,7 @@ class Connection(asyncio.Protocol):
         self._read: list[Request] = []  # those of the bytes just fed after which the connection stays open
         # Whether a request is being handled or its answer waits for the client to read.
         self.busy = False
+        self.served = False
         # Since when the client owes us bytes of a request it began (0: it owes nothing).
         self.started = 0.0
         self.idle_since = self._loop.time()
@@ -232,8 +233,13 @@ class Connection(asyncio.Protocol):
         if len(self._waiting) >= PIPELINE_LIMIT and self._transport is not None:
             self._transport.pause_reading()
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing was asked that is not answered."""
+        return not self.busy and not self.started
+
     def _start(self, request: Request, keep_alive: bool) -> None:
-        self.busy = True
+        self.busy = self.served = True
         self._request = request
         self._keep_alive = keep_alive
         soon = self._shared.soon

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,10 +17,7 @@ encode = msgspec.json.encode
 
 def appended(result: Appended, transaction_ids: Sequence[str | None]) -> bytes:
     """The array that answers a push of plain messages."""
-    tail = (
-        b'"partition_id":%b,"trace_id":null,"queueName":%b}'
-        % (encode(result.partition_id), encode(result.queue))
-    ).decode()
+    tail = _place(result.partition_id, result.queue)
     ids = [own or given for own, (given, _) in zip(transaction_ids, result.results, strict=True)]
     rows = [
         f'{{"index":{i},"transaction_id":"{own}","status":"{"duplicate" if twice else "queued"}",'
@@ -29,13 +27,24 @@ def appended(result: Appended, transaction_ids: Sequence[str | None]) -> bytes:
     return f"[{','.join(rows)}]".encode()
 
 
-def all_acked(transaction_ids: list[str], settled: Acked) -> list[str]:
-    """The answers to acks of one partition that were all accepted, each as its JSON object."""
-    tail = (
+@lru_cache(maxsize=4096)
+def _place(partition_id: str, queue: str) -> str:
+    names = (encode(partition_id), encode(queue))
+    return (b'"partition_id":%b,"trace_id":null,"queueName":%b}' % names).decode()
+
+
+@lru_cache(maxsize=4096)
+def _settled(queue: str, partition: str, lease_released: bool) -> str:
+    return (
         b'"success":true,"message":"acknowledged","error":null,"queueName":%b,"partitionName":%b,'
         b'"leaseReleased":%b,"dlq":false,"retryCount":0}'
-        % (encode(settled.queue), encode(settled.partition), encode(settled.lease_released))
+        % (encode(queue), encode(partition), encode(lease_released))
     ).decode()
+
+
+def all_acked(transaction_ids: list[str], settled: Acked) -> list[str]:
+    """The answers to acks of one partition that were all accepted, each as its JSON object."""
+    tail = _settled(settled.queue, settled.partition, settled.lease_released)
     return [
         f'{{"index":{i},"transactionId":"{each}",{tail}' for i, each in enumerate(_texts(transaction_ids))
     ]

@@ -42,9 +42,9 @@ create function settle_acks(
 language plpgsql set plan_cache_mode = force_generic_plan as $$
 #variable_conflict use_column
 declare
-    v_fine int; v_now timestamptz := clock_timestamp(); v_cursor bigint[]; v_done varbit[]; v_queue bigint[];
+    v_fine int; v_now timestamptz; v_cursor bigint[]; v_done varbit[]; v_queue bigint[];
 begin
-    select count(*) filter (where not c.odd and c.lease = c.wanted and c.lease_until > v_now
+    select count(*) filter (where not c.odd and c.lease = c.wanted and c.lease_until > clock_timestamp()
                                   and length(c.answered) = length(c.bits) and bit_count(c.answered & c.bits) = 0)
       into v_fine
       from (select o.odd, o.lease, o.lease_until, o.answered, u.lease as wanted, u.bits
@@ -58,6 +58,7 @@ begin
         return;
     end if;
 
+    v_now := clock_timestamp();
     -- A settled prefix is looked for only where it may have grown: behind the cursor everything is settled.
     select array_agg(c.cursor + greatest(position(b'0' in substring(c.done from (c.cursor - c.base)::int + 1)) - 1, 0)
                      + case when bit_count(c.done) = length(c.done) then length(c.done) - (c.cursor - c.base) else 0 end
