@@ -89,7 +89,7 @@ def test_every_outcome_is_settled_its_own_way(spark: SparkSession, shop: Shop, r
     assert dead[2].group == "g"
     assert dead[2].partition == "p0"
     assert dead[2].payload == b'{"id":2,"kind":"poison"}'
-    assert shop.lag(queue) == (3, 1)  # the blocked one and what is behind it in the log; the later one waits
+    assert shop.lag(queue) == (0, 2)  # the blocked one and the later one stay away for a while
 
 
 @pytest.mark.parametrize("mode", ["udf", "fused"])
@@ -113,6 +113,36 @@ def test_on_a_queue_in_order_a_failed_row_holds_back_its_lane(
     assert [v["invoice"] for v in found["p1"]] == [1, 3, 5, 7, 9, 11]
     assert shop.lag(queue) == (0, 0)
     assert [d.attempts for d in shop.dead(queue)] == [0]
+
+
+@pytest.mark.parametrize("order", ["parked", "in_order"])
+def test_a_message_that_is_not_acked_stays_away_for_the_delay_and_no_attempt_is_counted(
+    spark: SparkSession, shop: Shop, run: Run, order: str
+) -> None:
+    queue = shop.queue(retry=order)
+    shop.push(queue, orders("good blocked good"), lanes=1)
+
+    def read(**more: Any) -> DataFrame:
+        return attempted("fused", spark, shop, queue, dont_ack_delay=3600, **more)
+
+    run(read())
+    behind = 0 if order == "parked" else 1
+    seen = {"messages": 3, "acked": 2 - behind, "released": 1 + behind, "batches": 1}
+    assert shop.totals(queue) == seen
+    run(read())
+    assert shop.totals(queue) == seen  # it is not due, and in order nothing passes it
+
+    def come_due(connection: Any) -> list[Any]:
+        lanes = "select l.id from lane l join queue q on q.id = l.queue_id where q.name = %s"
+        at = "clock_timestamp() - interval '1 s'"
+        connection.execute(f"update consumer set next_due = {at} where lane_id in ({lanes})", (queue,))
+        update = f"update exception set due = {at} where lane_id in ({lanes}) returning attempts"
+        return connection.execute(update, (queue,)).fetchall()
+
+    assert shop.link.run(come_due) == [{"attempts": 0}]
+    rows = read(streaming=False).select("attempt", "outcome", "delay").collect()
+    assert tuple(rows[0]) == (1, "release", 3600.0)
+    assert len(rows) == 1 + behind
 
 
 def test_a_reader_may_give_up_the_order_of_a_queue(spark: SparkSession, shop: Shop, run: Run) -> None:

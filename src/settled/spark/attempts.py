@@ -54,6 +54,8 @@ class Job:
     in_order: bool
     result: str | None = None
     """The result's Spark type as JSON; None for bytes of JSON."""
+    lease_seconds: float = 60.0
+    """How long a message that its handler left alone stays away."""
 
     def subscription(self) -> Subscription:
         """The handler as a pump would run it; ConfigurationError if it cannot run here."""
@@ -270,7 +272,10 @@ class Attempts:
             settlement = decide(Raised(RuntimeError(error)), self._policy, number)
         if settlement.stop:
             raise settlement.errors[0]  # not the message's fault: nothing of this batch is settled
-        outcome = to_outcome(asked if asked is not None else settlement.action, _storable(error))
+        action = asked if asked is not None else settlement.action
+        # A pump pauses for a while, or the broker does: here it is the message that stays away so long.
+        pause = self._job.lease_seconds if isinstance(action, Leave) else settlement.pause
+        outcome = to_outcome(action, _storable(error), pause)
         if outcome[0] == ACK:
             return
         done.failed[i] = outcome
@@ -278,7 +283,7 @@ class Attempts:
             self._held.add(rows.lanes if isinstance(rows.lanes, int) else rows.lanes[i])
 
 
-def to_outcome(action: Action, error: str | None) -> Outcome:
+def to_outcome(action: Action, error: str | None, pause: float = 0.0) -> Outcome:
     """A settlement as the columns `outcome`, `delay` and `error`."""
     match action:
         case Ack():
@@ -290,7 +295,7 @@ def to_outcome(action: Action, error: str | None) -> Outcome:
         case Reject(_, why):
             return (DEAD, None, _storable(why) or error)
         case Nack() | Leave():
-            return (RELEASE, None, error)
+            return (RELEASE, pause or None, error)
 
 
 def _storable(text: str | None) -> str | None:

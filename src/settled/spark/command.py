@@ -37,14 +37,9 @@ def run_command(
     """Run one handler over a queue; a line says how far it is, a summary ends it."""
     function = _load(handler)
     spark = _session(master)
-    from settled.spark.jobs.run import run
+    from settled.spark.jobs.run import live, run
 
     where = checkpoint or Path("checkpoints") / f"{queue}-{group}"
-    live = sys.stderr.isatty()
-
-    def show(progress: Any) -> None:
-        typer.echo(f"\r{progress.line():110}" if live else progress.line(), err=True, nl=not live)
-
     try:
         end = run(
             spark,
@@ -56,17 +51,16 @@ def run_command(
             to=to,
             until_empty=until_empty,
             max_rows=max_rows,
-            on_progress=show,
+            on_progress=live(sys.stderr),
         )
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
     except Exception as error:
         _fail(error)
     finally:
         spark.stop()
+    if sys.stderr.isatty():
+        typer.echo(err=True)
     typer.echo(
-        f"{chr(10) if live else ''}batches={end.batches} acked={end.acked} retried={end.retried} "
-        f"dead={end.dead} "
+        f"batches={end.batches} acked={end.acked} retried={end.retried} dead={end.dead} "
         f"released={end.released} pushed={end.pushed} waiting={end.waiting} failing={end.failing}"
     )
 

@@ -204,7 +204,8 @@ def _decoded(type_: Any, kind: Any) -> Callable[[Column], Column]:
 
 def _job(handler: Callable[..., Any], origin: Origin, result: Any, policy: Policy) -> Job:
     kind = None if result is None else spark_type(result).json()
-    job = Job(handler, policy, names_of(handler), origin.queue, origin.group, origin.in_order, kind)
+    names, in_order, lease = names_of(handler), origin.in_order, origin.lease_seconds
+    job = Job(handler, policy, names, origin.queue, origin.group, in_order, kind, lease)
     job.subscription()  # what cannot work is said here, not on an executor
     return job
 

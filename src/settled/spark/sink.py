@@ -90,7 +90,7 @@ class Staging:
     def outcome(self, row: dict[str, Any]) -> None:
         """A row that is not acknowledged."""
         lane, seq, outcome = row["lane"], row["sequence"], row["outcome"]
-        if lane in self._held or (outcome == RELEASE and row["error"] is None):
+        if lane in self._held or (outcome == RELEASE and row["error"] is None and row["delay"] is None):
             self._release(lane, seq)
         else:
             error = row["error"][:ERROR_LIMIT].replace("\0", "") if row["error"] else row["error"]

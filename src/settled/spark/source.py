@@ -33,13 +33,13 @@ from pyspark.sql.types import (
 from settled.queue.errors import BadRequest, Conflict, Fenced, QueueError
 from settled.queue.manifest import Link, Range, Reader, log_ranges
 from settled.spark import rows
-from settled.spark.fused import read_attempted
 from settled.spark.options import Options
 from settled.spark.shipping import loads
-from settled.spark.sink import BatchSink, StreamSink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
+
+    from settled.spark.sink import BatchSink, StreamSink
 
 log = logging.getLogger("settled.spark")
 ROWS_A_TASK = 5_000
@@ -61,7 +61,10 @@ class Task(InputPartition):
 
 
 class SettledSource(DataSource):
-    """Reads a queue for a group and settles it. Without a group it only looks: nothing is claimed."""
+    """Reads a queue for a group and settles it. Without a group it only looks: nothing is claimed.
+
+    Spark starts processes for planning, offsets and commits, so each imports only what it does.
+    """
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
         super().__init__(options)
@@ -83,9 +86,13 @@ class SettledSource(DataSource):
         return StreamReader(self.settings)
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchSink:
+        from settled.spark.sink import BatchSink
+
         return BatchSink(self.settings)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamSink:  # noqa: N802
+        from settled.spark.sink import StreamSink
+
         return StreamSink(self.settings)
 
 
@@ -135,6 +142,8 @@ def read_task(settings: Options, task: Task) -> Iterator[pa.RecordBatch]:
     """A task's messages as record batches."""
     link = link_to(settings.url)
     if settings.handler:
+        from settled.spark.fused import read_attempted
+
         yield from read_attempted(link, settings, task.ranges, task.batch)
         return
     schema = rows.ARROW

@@ -73,3 +73,8 @@ select g.id, q.id, case %(at)s when 'earliest' then 'all' when 'latest' then 'ne
        case %(at)s when 'earliest' then null when 'latest' then clock_timestamp() else nullif(%(at)s, '')::timestamptz end
   from consumer_group g, queue q where g.name = %(group)s and q.name = %(queue)s
     on conflict (group_id, queue_id) do nothing
+
+-- name: source
+select q.uid::text || '-' || r.id as source from reader r
+  join consumer_group g on g.id = r.group_id join queue q on q.id = r.queue_id
+ where g.name = %(group)s and q.name = %(queue)s

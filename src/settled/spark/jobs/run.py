@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from settled.queue.manifest import Link
 from settled.spark.frames import read_queue, settle, settle_each
@@ -39,6 +39,23 @@ class Progress:
         )
 
 
+def live(stream: TextIO) -> Callable[[Progress], None]:
+    """Show progress: one line that is written over on a terminal, elsewhere a line a settled batch."""
+    terminal, shown = stream.isatty(), 0
+
+    def show(progress: Progress) -> None:
+        nonlocal shown
+        if terminal:
+            text = progress.line() if progress.batches else f"lag {progress.waiting:,}, no batch settled yet"
+            stream.write(f"\r  {text:110}")
+        elif progress.batches != shown:
+            stream.write(f"  {progress.line()}\n")
+        shown = progress.batches
+        stream.flush()
+
+    return show
+
+
 def run(
     spark: SparkSession,
     handler: Callable[..., Any],
@@ -56,7 +73,8 @@ def run(
 ) -> Progress:
     """Attempt and settle; with `write`, each batch is also given to that function before it is settled.
 
-    Ends when the query is stopped, or with `until_empty` when nothing waits and nothing is to be retried.
+    Ends when the query is stopped, on Ctrl-C, or with `until_empty` when nothing waits and nothing is to be
+    retried.
     """
     with Link(url) as link:
         # Who neither pushes nor writes needs no row that is acknowledged.
@@ -73,6 +91,9 @@ def run(
                 on_progress(progress)
                 if not query.isActive or (until_empty and not progress.waiting and not progress.failing):
                     return progress
+        except KeyboardInterrupt:
+            query.stop()
+            return _progress(link, queue, group, after, time.monotonic() - started)
         finally:
             query.stop()
 
