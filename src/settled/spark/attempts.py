@@ -181,7 +181,7 @@ class Attempts:
         self._job = job
         self._subscription = job.subscription()
         self._policy = self._subscription.policy
-        self._encode = encode or (to_plain if job.result is not None else encode_json)
+        self._encode = encode or (to_plain if job.result is not None else json_encoder())
         self._held: set[int] = set()
 
     def run(self, rows: Rows) -> Attempted:
@@ -206,6 +206,7 @@ class Attempts:
         lanes = rows.lanes
         one_lane = isinstance(lanes, int)
         acks = self._policy.auto_ack
+        bare = decode.bare if headers is None and isinstance(decode, codec.Decoder) else None
         start = rows.offsets[0]
         for i, end in enumerate(rows.offsets[1:]):
             data, start = blob[start:end], end
@@ -214,7 +215,7 @@ class Attempts:
                 continue
             delivery._place = i
             try:
-                payload = decode(data, NO_HEADERS if headers is None else headers_of(rows, i))
+                payload = bare(data) if bare is not None else decode(data, headers_of(rows, i))
             except Exception as error:
                 self._note(rows, done, i, Undecodable(error))
                 continue
@@ -303,9 +304,10 @@ def _storable(text: str | None) -> str | None:
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "") if text else text
 
 
-def encode_json(value: Any) -> bytes:
-    """A result as JSON; bytes are taken to be JSON already."""
-    return value if isinstance(value, bytes) else codec.encode(value, codec.JSON)[0]
+def json_encoder() -> Callable[[Any], bytes]:
+    """What makes JSON of results; bytes are taken to be JSON already."""
+    encode = codec.encoder(codec.JSON)
+    return lambda value: value if isinstance(value, bytes) else encode(value)
 
 
 def outcome_arrays(done: Attempted, result: pa.DataType) -> list[pa.Array]:

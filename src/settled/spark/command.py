@@ -13,9 +13,14 @@ import typer
 
 app = typer.Typer(help="Run a queue's pipeline on Spark.", no_args_is_help=True)
 
-Url = Annotated[str, typer.Option(envvar="SETTLED_URL", help="The queue's database, postgresql://….")]
+Url = Annotated[
+    str,
+    typer.Option(
+        envvar="SETTLED_URL", help="The queue's database, postgresql://…; `settled serve` prints it."
+    ),
+]
 Queue = Annotated[str | None, typer.Option(help="Only this queue.")]
-Master = Annotated[str | None, typer.Option(help="Spark's master [default: all cores of this machine].")]
+Master = Annotated[str | None, typer.Option(help="Spark's master; without it, all cores of this machine.")]
 
 
 @app.command("run")
@@ -28,7 +33,7 @@ def run_command(
     url: Url,
     to: Annotated[str | None, typer.Option(help="Push what the handler returns to this queue.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Spark's checkpoint [default: ./checkpoints/QUEUE-GROUP].")
+        Path | None, typer.Option(help="Spark's checkpoint; without it, ./checkpoints/QUEUE-GROUP.")
     ] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Messages a batch.")] = 500_000,
     until_empty: Annotated[bool, typer.Option("--until-empty", help="Leave when nothing is left.")] = False,
@@ -171,6 +176,7 @@ def _session(master: str | None) -> Any:
         typer.echo(f"settled: this needs Spark ({error}): pip install 'settled[spark]'", err=True)
         raise typer.Exit(2) from None
     log = Path(tempfile.gettempdir()) / "settled-spark.log"
+    typer.echo(f"starting Spark, which logs to {log}", err=True)
     return session("settled pipeline", master, log=log, quick=True)
 
 

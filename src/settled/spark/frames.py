@@ -354,7 +354,9 @@ def _settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]
         raise ConfigurationError(
             f"settle(to={to!r}) pushes the column `result`: add one, or attempt() a handler that returns"
         )
-    partition = F.col("to_partition") if "to_partition" in have else F.col("partition")
+    partition = F.col("partition")
+    if "to_partition" in have:
+        partition = F.coalesce(F.col("to_partition"), partition)
     push = F.when(~failed, _as_bytes(df))
     columns += [F.when(~failed, partition).alias("to_partition"), push.alias("push")]
     rows = df.select(*columns).where((F.col("outcome") != ACK) | F.col("push").isNotNull())

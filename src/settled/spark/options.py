@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from settled.queue.errors import BadRequest
 from settled.queue.manifest import Reader
 
@@ -29,6 +31,7 @@ class Options:
     handler: str
     emit: str
     to: str
+    window: dict[int, tuple[int, int]]
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Options:
@@ -64,6 +67,7 @@ class Options:
             handler=own.get("handler", ""),
             emit=_one_of("emit", own.get("emit", "all"), ("all", "failures")),
             to=own.get("to", ""),
+            window=msgspec.json.decode(own.get("window", "{}"), type=dict[int, tuple[int, int]]),
         )
 
     def reader(self) -> Reader:
@@ -87,6 +91,7 @@ _KNOWN = {
         "handler",
         "emit",
         "to",
+        "window",
     )
 }
 _SPARKS = {"path", "checkpointlocation", "queryname", "outputmode", "triggerinterval"}

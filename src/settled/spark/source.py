@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
@@ -126,6 +126,17 @@ def spread(ranges: list[Range], settings: Options, batch: int) -> list[Task]:
     return [Task(part, batch) for _, part in tasks]
 
 
+def within(ranges: list[Range], window: dict[int, tuple[int, int]]) -> list[Range]:
+    """Of each lane what lies between two sequence numbers; the window names all lanes it lets through."""
+    found = []
+    for r in ranges:
+        low, high = window.get(r.lane, (0, 0))
+        first, end = max(r.first, low), min(r.end, high)
+        if first < end:
+            found.append(replace(r, first=first, end=end, count=end - first))
+    return found
+
+
 def _cut(range_: Range, size: int) -> list[Range]:
     if range_.skip or range_.end - range_.first <= size:
         return [range_]
@@ -165,6 +176,8 @@ class BatchReader(DataSourceReader):
         if not settings.group:
             with Link(settings.url) as link:
                 ranges = log_ranges(link, settings.queue)
+            if settings.window:
+                ranges = within(ranges, settings.window)
             return spread(ranges, settings, 0) or [Task([], 0)]
         reader = settings.reader()
         with reader.link:

@@ -27,7 +27,9 @@ def render(figures: dict[str, Any]) -> str:
         "TILES": _tiles(figures),
         "ALERTS": _alerts(figures["alerts"]),
         "THROUGHPUT": _stacked(figures["throughput"], figures["bucket_seconds"]),
+        "WIDTH": _span(figures["bucket_seconds"]),
         "LATENCY": _lines(figures["latency"], figures["bucket_seconds"]),
+        "IN_HAND": _lines(figures["in_hand"], figures["bucket_seconds"]),
         "REDELIVERIES": _bars(
             [(r["reason"], r["count"], r["source"]) for r in figures["redeliveries"]], "#d9932b"
         ),
@@ -72,18 +74,30 @@ def _tiles(figures: dict[str, Any]) -> str:
 def _alerts(alerts: list[dict[str, Any]]) -> str:
     rows = []
     for alert in alerts:
-        state = "fired" if alert["fired"] else "quiet"
-        when = f"first at {_when(alert['fired'][0])}" if alert["fired"] else "never"
+        state, when = "quiet", "never"
+        if alert["fired"]:
+            times = len(alert["fired"])
+            state, when = "fired", f"{f'{times} times, first ' * (times > 1)}{_when(alert['fired'][0])}"
+        elif alert["pending_since"]:
+            state, when = "pending", f"not yet; over the limit since {_when(alert['pending_since'])}"
         rows.append(
             f'<tr><td><i class="{state}">{state}</i></td><td><b>{escape(alert["name"])}</b><br>'
             f"{escape(alert['text'])}</td>"
+            f'<td class="n">{alert["threshold"]:g}/min<br><small>for {alert["minutes"]} min</small></td>'
             f'<td class="n">{alert["worst_rate"]:,.1f}/min</td><td>{escape(when)}</td></tr>'
         )
     return (
-        "<table><tr><th></th><th>rule</th><th class='n'>worst rate</th><th>fired</th></tr>"
-        + "".join(rows)
-        + "</table>"
+        "<table><tr><th></th><th>rule</th><th class='n'>limit</th><th class='n'>worst rate</th>"
+        "<th>fired</th></tr>" + "".join(rows) + "</table>"
     )
+
+
+def _span(seconds: float) -> str:
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second")):
+        if seconds >= size and seconds % size == 0:
+            count = round(seconds / size)
+            return unit if count == 1 else f"{count} {unit}s"
+    return f"{seconds:g} seconds"
 
 
 def _scale(top: float) -> tuple[float, list[float]]:
@@ -160,13 +174,13 @@ def _stacked(rows: list[dict[str, Any]], width: float) -> str:
         return _nothing("Nothing was settled in this time.")
     times = _steps(rows, width)
     found = {_key(r["t"], width): r for r in rows}
-    top, lines = _scale(max(sum(r[k] for k in COLOURS) for r in rows) / width)
+    top, lines = _scale(max(sum(r[k] for k in COLOURS) for r in rows))
     thick = max(1.0, (WIDTH - LEFT - RIGHT) / len(times) * 0.82)
     bars = []
     for time in times:
         row, base = found.get(_key(time, width)), 0.0
         for kind, colour in COLOURS.items() if row else ():
-            value = row[kind] / width  # type: ignore[index]
+            value = row[kind]  # type: ignore[index]
             if value:
                 high, low = _y(base + value, top), _y(base, top)
                 tip = f"{datetime.fromtimestamp(time, UTC):%H:%M:%S}: {row[kind]:,} {kind}"  # type: ignore[index]
@@ -175,7 +189,8 @@ def _stacked(rows: list[dict[str, Any]], width: float) -> str:
                     f'height="{max(low - high, 0.6):.1f}" fill="{colour}"><title>{tip}</title></rect>'
                 )
                 base += value
-    return _svg(_frame(times, lines, top, "/s") + "".join(bars)) + _legend(COLOURS)
+    kinds = {kind: colour for kind, colour in COLOURS.items() if any(r[kind] for r in rows)}
+    return _svg(_frame(times, lines, top, "") + "".join(bars)) + _legend(kinds)
 
 
 def _lines(rows: list[dict[str, Any]], width: float) -> str:
@@ -185,17 +200,22 @@ def _lines(rows: list[dict[str, Any]], width: float) -> str:
     top, lines = _scale(max(r["p99"] for r in rows))
     near = {_key(t, width): t for t in times}
     drawn = []
-    for name, colour in LINES.items():
+    # A batch that is settled at once has one time for all: one line says so, three would hide each other.
+    same = all(r["p99"] - r["p50"] <= 0.01 * top for r in rows)
+    curves = {"p99": LINES["p50"]} if same else LINES
+    for name, colour in curves.items():
         points = [(_x(near[_key(r["t"], width)], times), _y(r[name], top), r) for r in rows]
         drawn.append(
             f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)}" stroke="{colour}"/>'
         )
         drawn += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
-            f"<title>{name}: {r[name]:.3f} s</title></circle>"
+            f"<title>{datetime.fromtimestamp(r['t'], UTC):%H:%M:%S}: "
+            f"{'all' if same else name} {r[name]:.3f} s</title></circle>"
             for x, y, r in points
         ]
-    return _svg(_frame(times, lines, top, " s") + "".join(drawn)) + _legend(LINES)
+    labels = {"half, nine in ten and 99 in 100 alike": LINES["p50"]} if same else LINES
+    return _svg(_frame(times, lines, top, " s") + "".join(drawn)) + _legend(labels)
 
 
 def _svg(inner: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
@@ -29,6 +28,7 @@ class Progress:
     waiting: int
     failing: int
     seconds: float
+    """From claim to settlement, over all batches: Spark's start and idle times are not counted."""
 
     def line(self) -> str:
         """All of it in a line."""
@@ -82,18 +82,17 @@ def run(
         df = read_queue(spark, queue, group, url=url, handler=handler, only_failures=quiet, **options)
         after = _newest(link, queue, group)
         writer = settle(df, to) if write is None else settle_each(df, write, to)
-        started = time.monotonic()
         query: StreamingQuery = writer.option("checkpointLocation", checkpoint).start()
         try:
             while True:
                 query.awaitTermination(every)  # type: ignore[arg-type]
-                progress = _progress(link, queue, group, after, time.monotonic() - started)
+                progress = _progress(link, queue, group, after)
                 on_progress(progress)
                 if not query.isActive or (until_empty and not progress.waiting and not progress.failing):
                     return progress
         except KeyboardInterrupt:
             query.stop()
-            return _progress(link, queue, group, after, time.monotonic() - started)
+            return _progress(link, queue, group, after)
         finally:
             query.stop()
 
@@ -103,7 +102,8 @@ def _newest(link: Link, queue: str, group: str) -> int:
     return rows[0]["newest"] if rows else 0
 
 
-def _progress(link: Link, queue: str, group: str, after: int, seconds: float) -> Progress:
+def _progress(link: Link, queue: str, group: str, after: int) -> Progress:
     totals = link.rows("totals", queue=queue, group=group, after=after)[0]
+    seconds = link.rows("busy", queue=queue, group=group, after=after)[0]["seconds"]
     lag = link.rows("lag", queue=queue, group=group) or [{"waiting": 1, "failing": 0}]
     return Progress(**totals, **lag[0], seconds=seconds)
