@@ -8,6 +8,8 @@ from importlib import resources
 from typing import Any
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 960, 240, 64, 28, 12, 12
+FEW = 5
+"""So few points are drawn with their value."""
 COLOURS = {"acked": "#2f7d5b", "retried": "#d9932b", "released": "#7a8aa0", "dead": "#b8383d"}
 LINES = {"p50": "#2f7d5b", "p90": "#d9932b", "p99": "#b8383d"}
 
@@ -20,16 +22,20 @@ def render(figures: dict[str, Any]) -> str:
         if figures["from"]
         else "nothing was settled yet"
     )
+    width = figures["bucket_seconds"]
+    # One axis for all drawings, so that what happened at the same time stands in the same place.
+    moments = [r["t"] for name in ("throughput", "latency", "in_hand") for r in figures[name]]
+    times = _steps(min(moments), max(moments), width) if moments else []
     parts = {
         "TITLE": escape(f"Queue {figures['queue']}" if figures["queue"] else "All queues"),
         "SPAN": escape(span),
         "MADE": escape(_when(figures["made_at"])),
         "TILES": _tiles(figures),
         "ALERTS": _alerts(figures["alerts"]),
-        "THROUGHPUT": _stacked(figures["throughput"], figures["bucket_seconds"]),
-        "WIDTH": _span(figures["bucket_seconds"]),
-        "LATENCY": _lines(figures["latency"], figures["bucket_seconds"]),
-        "IN_HAND": _lines(figures["in_hand"], figures["bucket_seconds"]),
+        "THROUGHPUT": _stacked(figures["throughput"], times, width),
+        "WIDTH": _span(width),
+        "LATENCY": _lines(figures["latency"], times, width),
+        "IN_HAND": _lines(figures["in_hand"], times, width),
         "REDELIVERIES": _bars(
             [(r["reason"], r["count"], r["source"]) for r in figures["redeliveries"]], "#d9932b"
         ),
@@ -158,9 +164,8 @@ def _y(value: float, top: float) -> float:
     return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * value / top
 
 
-def _steps(rows: list[dict[str, Any]], width: float) -> list[float]:
+def _steps(first: float, last: float, width: float) -> list[float]:
     """All slots from the first to the last, also those in which nothing happened."""
-    first, last = rows[0]["t"], rows[-1]["t"]
     count = round((last - first) / width) + 1
     return [first + i * width for i in range(count)]
 
@@ -169,10 +174,9 @@ def _key(time: float, width: float) -> int:
     return round(time / width)
 
 
-def _stacked(rows: list[dict[str, Any]], width: float) -> str:
+def _stacked(rows: list[dict[str, Any]], times: list[float], width: float) -> str:
     if not rows:
         return _nothing("Nothing was settled in this time.")
-    times = _steps(rows, width)
     found = {_key(r["t"], width): r for r in rows}
     top, lines = _scale(max(sum(r[k] for k in COLOURS) for r in rows))
     thick = max(1.0, (WIDTH - LEFT - RIGHT) / len(times) * 0.82)
@@ -193,11 +197,10 @@ def _stacked(rows: list[dict[str, Any]], width: float) -> str:
     return _svg(_frame(times, lines, top, "") + "".join(bars)) + _legend(kinds)
 
 
-def _lines(rows: list[dict[str, Any]], width: float) -> str:
+def _lines(rows: list[dict[str, Any]], times: list[float], width: float) -> str:
     if not rows:
         return _nothing("No settlement was timed.")
-    times = _steps(rows, width)
-    top, lines = _scale(max(r["p99"] for r in rows))
+    top, lines = _scale(1.05 * max(r["p99"] for r in rows))
     near = {_key(t, width): t for t in times}
     drawn = []
     # A batch that is settled at once has one time for all: one line says so, three would hide each other.
@@ -213,6 +216,12 @@ def _lines(rows: list[dict[str, Any]], width: float) -> str:
             f"<title>{datetime.fromtimestamp(r['t'], UTC):%H:%M:%S}: "
             f"{'all' if same else name} {r[name]:.3f} s</title></circle>"
             for x, y, r in points
+        ]
+    if len(rows) <= FEW:
+        drawn += [
+            f'<text x="{_x(near[_key(r["t"], width)], times):.1f}" y="{_y(r["p99"], top) - 8:.1f}" '
+            f'class="tick" text-anchor="middle">{r["p99"]:.3g} s</text>'
+            for r in rows
         ]
     labels = {"half, nine in ten and 99 in 100 alike": LINES["p50"]} if same else LINES
     return _svg(_frame(times, lines, top, " s") + "".join(drawn)) + _legend(labels)
