@@ -108,6 +108,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.sql.streaming.checkpointFileManagerClass": f"{STREAMING}.FileSystemBasedCheckpointFileManager",
     }
     spark = session("tests", "local[2,4]", quick=True, log=folder / "jvm.log", conf=conf)
+    spark.log = folder / "jvm.log"  # type: ignore[attr-defined]
     yield spark
     spark.stop()
 

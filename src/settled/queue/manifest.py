@@ -44,7 +44,8 @@ SQL = _load()
 def connect(dsn: str) -> psycopg.Connection[Row]:
     """A connection with the queue's schema on its path; each statement commits unless told otherwise."""
     if not dsn.startswith(("postgresql://", "postgres://")):
-        raise BadRequest("url", dsn, "Spark reads the queue's database: give its postgresql:// address")
+        hint = "Spark reads the queue's database: give its postgresql:// address; `settled serve` prints it"
+        raise BadRequest("url", dsn, hint)
     options = f"-c search_path={SCHEMA} -c timezone=UTC -c jit=off"
     return psycopg.connect(
         dsn, autocommit=True, row_factory=dict_row, options=options, application_name="settled-spark",
@@ -187,7 +188,7 @@ class Reader:
         A streaming holder keeps a session lock, so one that ended or was killed is replaced at once, and a
         paused one when its lease is over.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + min(PATIENCE, self._seconds + 1)
         kind = "stream" if streaming else "batch"
         while True:
             locked = self.lock()  # a batch's is gone when it disconnects

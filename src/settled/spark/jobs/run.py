@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from settled.queue.manifest import Link
@@ -12,6 +14,9 @@ from settled.spark.frames import read_queue, settle, settle_each
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
+
+
+log = logging.getLogger("settled.spark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,15 @@ def run(
         quiet = to is None and write is None
         df = read_queue(spark, queue, group, url=url, handler=handler, only_failures=quiet, **options)
         after = _newest(link, queue, group)
+        if after and "://" not in checkpoint and not Path(checkpoint).exists():
+            log.warning(
+                "queue %r, group %r: no checkpoint at %s, but the group has read %d batches; it goes on "
+                "after them",
+                queue,
+                group,
+                checkpoint,
+                after,
+            )
         writer = settle(df, to) if write is None else settle_each(df, write, to)
         query: StreamingQuery = writer.option("checkpointLocation", checkpoint).start()
         try:
