@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,14 @@ def test_an_alert_fires_only_when_the_limit_is_passed_long_enough() -> None:
 def test_dead_letters_are_redriven_once(spark: SparkSession, shop: Shop, worked: str) -> None:
     chosen = Choice(queue=worked, error="has no card")
     assert redrive(shop.dsn, chosen, dry_run=True) == 10
+    soon = datetime.now(UTC) + timedelta(hours=1)
+    for narrower, count in (
+        (replace(chosen, group="g"), 10),
+        (replace(chosen, group="other"), 0),
+        (replace(chosen, until=soon), 10),
+        (replace(chosen, since=soon), 0),
+    ):
+        assert redrive(shop.dsn, narrower, dry_run=True) == count
     target = worked + "-again"
     pauses: list[float] = []
     assert redrive(shop.dsn, chosen, to=target, rate=4, sleep=pauses.append) == 10

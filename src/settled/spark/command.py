@@ -146,13 +146,20 @@ def redrive_command(
         error=error,
         where=where,
     )
+
+    def sent(so_far: int) -> None:
+        if sys.stderr.isatty():
+            typer.echo(f"\r  {so_far:,} sent ", err=True, nl=False)
+
     try:
-        count = redrive(url, choice, to=to, rate=rate, dry_run=dry_run, spark=spark)
+        count = redrive(url, choice, to=to, rate=rate, dry_run=dry_run, spark=spark, on_progress=sent)
     except Exception as failure:
         _fail(failure)
     finally:
         if spark is not None:
             spark.stop()
+    if count and not dry_run and sys.stderr.isatty():
+        typer.echo(err=True)
     typer.echo(f"{'would redrive' if dry_run else 'redriven'}={count}")
 
 

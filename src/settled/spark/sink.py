@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 
 from settled.queue import segment
 from settled.queue.errors import Conflict
-from settled.queue.manifest import SQL, Link, Settled
+from settled.queue.manifest import SQL, Link, Reader, Settled
 from settled.spark.attempts import ACK, DEAD, INVALID, RELEASE, RETRY
 
 if TYPE_CHECKING:
@@ -242,21 +243,32 @@ def _push(batch: pa.RecordBatch, staging: Staging) -> None:
         staging.push(int(lanes[a]), names[places[a]], seqs[a:b], results.slice(a, b - a))
 
 
-def settle_staged(settings: Options, messages: Sequence[Any]) -> Settled:
+def settle_staged(settings: Options, messages: Sequence[Any], reader: Reader) -> Settled:
     """The one transaction."""
     staged = [m for m in messages if m is not None]
     numbers = {m.batch for m in staged if m.batch is not None}
     if len(numbers) > 1:
         raise Conflict(f"rows of batches {sorted(numbers)} came together: settle one queue a query")
-    reader = settings.reader()
-    with reader.link:
-        return reader.settle(
-            numbers.pop() if numbers else None,
-            [m.write for m in staged if m.write is not None],
-            sum(m.outcomes for m in staged),
-            sum(m.segments for m in staged),
-            None if settings.ordering == "queue" else settings.ordering != "in_order",
-        )
+    return reader.settle(
+        numbers.pop() if numbers else None,
+        [m.write for m in staged if m.write is not None],
+        sum(m.outcomes for m in staged),
+        sum(m.segments for m in staged),
+        None if settings.ordering == "queue" else settings.ordering != "in_order",
+    )
+
+
+_kept: dict[int, tuple[Options, Reader]] = {}
+
+
+def kept_reader(settings: Options) -> Reader:
+    """This process's reader: the batches of a stream are settled over one connection."""
+    found = _kept.get(os.getpid())
+    if found is None or found[0] != settings:
+        if found is not None:
+            found[1].link.close()
+        found = _kept[os.getpid()] = (settings, settings.reader())
+    return found[1]
 
 
 class StreamSink(DataSourceStreamArrowWriter):
@@ -271,7 +283,7 @@ class StreamSink(DataSourceStreamArrowWriter):
         return stage(iterator, self._settings, link_to(self._settings.url))
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # noqa: N803
-        settle_staged(self._settings, messages)
+        settle_staged(self._settings, messages, kept_reader(self._settings))
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # noqa: N803
         """Nothing was applied; what was staged is swept up later."""
@@ -289,7 +301,9 @@ class BatchSink(DataSourceArrowWriter):
         return stage(iterator, self._settings, link_to(self._settings.url))
 
     def commit(self, messages: list[Any]) -> None:
-        settle_staged(self._settings, messages)
+        reader = self._settings.reader()
+        with reader.link:
+            settle_staged(self._settings, messages, reader)
 
     def abort(self, messages: list[Any]) -> None:
         """Nothing was applied; what was staged is swept up later."""
