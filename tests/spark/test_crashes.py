@@ -124,7 +124,7 @@ def test_a_driver_killed_at_any_point_loses_and_doubles_nothing(
     java = {"JAVA_HOME": str(packaged_java())} if "claim" in points else None
     with driver(told[0], java) as first, driver(told[1]) as second:
         for process in (first, second):
-            assert process.wait(180) == -signal.SIGKILL, process.output()  # type: ignore[attr-defined]
+            assert process.wait(300) == -signal.SIGKILL, process.output()  # type: ignore[attr-defined]
     for one in told:
         assert Path(one["folder"], "killed").exists(), one["point"]
         finish(spark, shop, one, run)
@@ -135,7 +135,7 @@ def test_a_driver_paused_past_its_lease_is_fenced_when_it_wakes(
 ) -> None:
     told = plan(shop, tmp_path, "pause", lease=2)
     with driver(told) as process:
-        wait_for((tmp_path / "work" / "working").exists, 90)
+        wait_for((tmp_path / "work" / "working").exists, 240)
         paused = family(process.pid)
         for one in paused:
             one.suspend()
@@ -143,7 +143,7 @@ def test_a_driver_paused_past_its_lease_is_fenced_when_it_wakes(
         (tmp_path / "work" / "go").touch()
         for one in paused:
             one.resume()
-        assert process.wait(90) == 1
+        assert process.wait(300) == 1
         assert "another Spark query took over this reader" in process.output()  # type: ignore[attr-defined]
     assert shop.totals(told["queue"])["dead"] == BAD
 
@@ -260,20 +260,20 @@ def test_on_a_cluster_an_executor_may_be_killed(shop: Shop, tmp_path: Path) -> N
         }
         told = plan(shop, tmp_path, "pause", master=url, conf=conf, runs=2)
         with driver(told) as process:
-            wait_for((tmp_path / "work" / "working").exists, 120)
+            wait_for((tmp_path / "work" / "working").exists, 240)
             executors = [
                 p for p in family(worker.pid) if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline())
             ]
             assert executors
             executors[0].kill()
             (tmp_path / "work" / "go").touch()
-            assert process.wait(180) == 0, process.output()  # type: ignore[attr-defined]
+            assert process.wait(300) == 0, process.output()  # type: ignore[attr-defined]
     check(shop, told)
 
 
 def test_over_spark_connect(shop: Shop, tmp_path: Path) -> None:
     told = plan(shop, tmp_path, "", connect=True)
     with driver(told, {"SPARK_CONNECT_MODE_ENABLED": "1", "SPARK_REMOTE": "local[2]"}) as process:
-        assert process.wait(150) == 0, process.output()  # type: ignore[attr-defined]
+        assert process.wait(300) == 0, process.output()  # type: ignore[attr-defined]
     totals = shop.totals(told["queue"])
     assert (totals["acked"], totals["retried"]) == (ORDERS - BAD, BAD)
