@@ -24,7 +24,7 @@ from settled.spark.jobs.export import export, exported
 from settled.spark.jobs.redrive import Choice, redrive
 from settled.spark.jobs.report import write_report
 from settled.spark.jobs.run import run as run_job
-from tests.spark.conftest import Run, Shop
+from tests.spark.conftest import Run, Shop, finished
 
 
 def handle(order: dict[str, Any]) -> None:
@@ -49,8 +49,7 @@ def worked(spark: SparkSession, shop: Shop, tmp_path_factory: pytest.TempPathFac
     from settled.spark import settle
 
     def run(df: Any, where: str) -> None:
-        writer = settle(df).option("checkpointLocation", where).trigger(availableNow=True)
-        assert writer.start().awaitTermination(120)
+        finished(settle(df).option("checkpointLocation", where))
 
     return work(spark, shop, run, str(tmp_path_factory.mktemp("jobs")))  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ from settled.handlers import defer_on_error, reject_on_error
 from settled.queue.errors import BadRequest, Conflict
 from settled.queue.types import PopRequest
 from settled.spark import attempt, read_queue, settle, settle_batch
-from tests.spark.conftest import Run, Shop
+from tests.spark.conftest import Run, Shop, finished
 
 
 class Order(msgspec.Struct):
@@ -412,13 +412,7 @@ def test_parquet_is_written_once_a_batch_and_then_settled(
         df.unpersist()
 
     df = attempted("udf", spark, shop, queue)
-    query = (
-        df.writeStream.foreachBatch(write)
-        .option("checkpointLocation", checkpoint)
-        .trigger(availableNow=True)
-        .start()
-    )
-    assert query.awaitTermination(120)
+    finished(df.writeStream.foreachBatch(write).option("checkpointLocation", checkpoint))
     assert spark.read.parquet(table).count() == 2
     assert shop.totals(queue) == {"messages": 3, "acked": 2, "dead": 1, "batches": 1}
 

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from settled import Reject
 from settled.spark import read_queue, settle_each, to_delta, to_iceberg, to_parquet
-from tests.spark.conftest import Shop
+from tests.spark.conftest import Shop, finished
 
 
 def test_a_repeated_batch_replaces_what_it_wrote_to_parquet_delta_and_iceberg(
@@ -47,8 +47,7 @@ def test_a_repeated_batch_replaces_what_it_wrote_to_parquet_delta_and_iceberg(
 
     def run() -> None:
         df = read_queue(spark, queue, "g", url=shop.dsn, handler=charge, result="order bigint")
-        query = settle_each(df, write).option("checkpointLocation", checkpoint).trigger(availableNow=True)
-        assert query.start().awaitTermination(120)
+        finished(settle_each(df, write).option("checkpointLocation", checkpoint))
 
     def tables() -> list[list[Any]]:
         delta = deltalake.DeltaTable(str(tmp_path / "delta")).to_pyarrow_table()
