@@ -126,8 +126,8 @@ Run = Callable[..., StreamingQuery]
 def finished(writer: DataStreamWriter) -> StreamingQuery:
     """A query that took what is there now and ended.
 
-    Spark gives the process that reads offsets ten seconds to start, which a busy machine may not grant; nothing
-    was read then, so it is started again.
+    Spark gives the process that reads offsets ten seconds to start, which a busy machine may not grant;
+    nothing was read then, so it is started again.
     """
     for attempt in range(4):
         query = writer.trigger(availableNow=True).start()
