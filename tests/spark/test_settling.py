@@ -351,6 +351,16 @@ def test_a_configuration_error_stops_the_query_and_settles_nothing(
     assert shop.totals(queue)["acked"] == 2
 
 
+def test_workers_take_the_installed_pyspark_and_not_its_packed_sources(spark: SparkSession) -> None:
+    def where(_: int) -> str:
+        import pyspark
+
+        return pyspark.__file__
+
+    [found] = spark.sparkContext.parallelize([0], 1).map(where).collect()
+    assert ".zip" not in found
+
+
 def test_a_handler_that_cannot_work_is_refused_before_the_query_starts(
     spark: SparkSession, shop: Shop
 ) -> None:
