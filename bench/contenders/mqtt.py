@@ -12,11 +12,11 @@ from paho.mqtt.client import Client
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
-from settled.transports.mqtt import MqttTopic
 from tests.brokers.mosquitto import mosquitto
 
 from bench.contenders import Meter, prepare
 from settled.transports.base import Source
+from settled.transports.mqtt import MqttTopic
 
 _properties: Any = Properties  # which has no types
 

@@ -45,10 +45,10 @@ def decoder(type_: Any) -> Decode:
     {'a': 1}
     """
     if type_ is bytes:
-        return _Decoder(type_, BYTES)
+        return Decoder(type_, BYTES)
     if type_ is str:
-        return _Decoder(type_, TEXT)
-    return _Decoder(type_, JSON)
+        return Decoder(type_, TEXT)
+    return Decoder(type_, JSON)
 
 
 def encode(value: Any, content_type: str | None = None) -> tuple[bytes, str]:
@@ -72,7 +72,12 @@ def content_type_of(headers: Headers) -> str | None:
     return found
 
 
-class _Decoder:
+def encoder(content_type: str) -> Callable[[Any], bytes]:
+    """What encodes values of one content type: for who has many of them."""
+    return _format(content_type).encode
+
+
+class Decoder:
     """Decodes one type from every content type; what it needs for each is made once."""
 
     __slots__ = ("_by_content_type", "_default", "_type")
@@ -81,6 +86,11 @@ class _Decoder:
         self._type = type_
         self._default = _format(default).decoder(type_)
         self._by_content_type: dict[str, Callable[[bytes], Any]] = {}
+
+    @property
+    def bare(self) -> Callable[[bytes], Any]:
+        """What decodes a message without headers: for who has many of them."""
+        return self._default
 
     def __call__(self, data: bytes, headers: Headers) -> Any:
         if not headers:

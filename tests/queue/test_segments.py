@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from settled.queue import dedup, segment
-from settled.queue.leases import new_lease, read_lease
+from settled.queue.names import new_lease, read_lease
 
 _tx = st.one_of(st.just(b""), st.text(min_size=1, max_size=20).map(str.encode))
 _rows = st.lists(

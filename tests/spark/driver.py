@@ -89,7 +89,8 @@ def main() -> None:
     writer = (
         settle(df, to=PLAN["to"]).option("checkpointLocation", PLAN["checkpoint"]).trigger(availableNow=True)
     )
-    writer.start().awaitTermination()
+    for _ in range(PLAN.get("runs", 1)):
+        writer.start().awaitTermination()
     spark.stop()
 
 

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import deltalake
+import msgspec
 import pytest
 from pyspark.sql import SparkSession
 
@@ -43,4 +45,5 @@ def test_the_examples_of_the_guide_run(
     assert shop.totals(queue, "audit")["dead"] == 1
     shop.push(queue, [{"id": 9, "amount": 1}], lanes=1)
     names["query"].trigger(availableNow=True).start().awaitTermination(60)
-    assert len(list((tmp_path / "table").glob("batch=*/*.parquet"))) == 1
+    table = deltalake.DeltaTable(str(tmp_path / "table")).to_pyarrow_table()
+    assert [msgspec.json.decode(row)["order"] for row in table["result"].to_pylist()] == [9]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,19 @@ import pytest
 from pyspark.sql import SparkSession
 from typer.testing import CliRunner
 
+import settled
 from settled import Reject
 from settled.queue.errors import Conflict
 from settled.queue.types import PopRequest
 from settled.spark.command import app
-from settled.spark.frames import read_queue
+from settled.spark.frames import read_queue, settle_batch
+from settled.spark.jobs.alerts import RULES, Rule, evaluate, judge
 from settled.spark.jobs.demo import demo
-from settled.spark.jobs.export import export
+from settled.spark.jobs.export import export, exported
 from settled.spark.jobs.redrive import Choice, redrive
 from settled.spark.jobs.report import write_report
 from settled.spark.jobs.run import run as run_job
-from tests.spark.conftest import Run, Shop
+from tests.spark.conftest import Run, Shop, finished
 
 
 def handle(order: dict[str, Any]) -> None:
@@ -46,38 +49,45 @@ def worked(spark: SparkSession, shop: Shop, tmp_path_factory: pytest.TempPathFac
     from settled.spark import settle
 
     def run(df: Any, where: str) -> None:
-        writer = settle(df).option("checkpointLocation", where).trigger(availableNow=True)
-        assert writer.start().awaitTermination(120)
+        finished(settle(df).option("checkpointLocation", where))
 
     return work(spark, shop, run, str(tmp_path_factory.mktemp("jobs")))  # type: ignore[arg-type]
 
 
-def test_an_export_adds_what_is_new_and_a_repeated_run_changes_nothing(
-    spark: SparkSession, shop: Shop, worked: str, tmp_path: Path
+@pytest.mark.parametrize("kind", ["parquet", "delta"])
+def test_an_export_adds_what_is_new_and_an_interrupted_run_is_done_again(
+    spark: SparkSession, shop: Shop, tmp_path: Path, kind: str
 ) -> None:
-    first = export(spark, shop.dsn, tmp_path, queue=worked, messages=True)
-    assert (first.rows["dead_letters"], first.rows["messages"]) == (20, 100)
-    state = (tmp_path / "_export.json").read_text()
-    second = export(spark, shop.dsn, tmp_path, queue=worked, messages=True)
-    assert second.rows == {"settlements": 0, "dead_letters": 0, "messages": 0}
-    (tmp_path / "_export.json").unlink()  # as if the first run had been interrupted before it was noted
-    assert export(spark, shop.dsn, tmp_path, queue=worked, messages=True).rows == first.rows
-    dead = spark.read.parquet(str(tmp_path / "dead_letters"))
-    assert dead.count() == 20
-    assert {"day", "run"} <= set(dead.columns)
-    assert spark.read.parquet(str(tmp_path / "messages")).count() == 100
-    assert json.loads(state)["run"] == 1
+    queue = shop.queue()
 
+    def reject(order: dict[str, int]) -> None:
+        raise Reject("no card")
 
-def test_an_export_to_delta_is_not_doubled_by_a_repeated_run(
-    spark: SparkSession, shop: Shop, worked: str, tmp_path: Path
-) -> None:
-    import deltalake
+    def work(count: int) -> None:
+        shop.push(queue, [{"id": i} for i in range(count)], lanes=1, headers={"a": "b"})
+        settle_batch(read_queue(spark, queue, "g", url=shop.dsn, handler=reject, streaming=False))
 
-    export(spark, shop.dsn, tmp_path, queue=worked, kind="delta")
-    (tmp_path / "_export.json").unlink()
-    export(spark, shop.dsn, tmp_path, queue=worked, kind="delta")
-    assert deltalake.DeltaTable(str(tmp_path / "dead_letters")).to_pyarrow_table().num_rows == 20
+    def run() -> dict[str, int]:
+        return export(spark, shop.dsn, tmp_path, queue=queue, messages=True, kind=kind).rows
+
+    def rows(name: str) -> int:
+        return exported(spark, tmp_path, name).count()
+
+    messages = f"messages/queue_name={queue}"
+    work(4)
+    (tmp_path / "messages").touch()  # where a folder should be: the run fails when it gets there
+    with pytest.raises(Exception, match="messages"):
+        run()
+    assert rows("dead_letters") == 4
+    (tmp_path / "messages").unlink()
+    work(3)
+    assert run() == {"settlements": 4, "dead_letters": 4, "waits": 0, "messages": 4}
+    assert (rows("settlements"), rows("dead_letters"), rows(messages)) == (4, 4, 4)
+    assert run() == {"settlements": 3, "dead_letters": 3, "waits": 0, "messages": 3}
+    assert (rows("settlements"), rows("dead_letters"), rows(messages)) == (7, 7, 7)
+    assert {"day", "run"} <= set(exported(spark, tmp_path, messages).columns)
+    with pytest.raises(Conflict, match=f"holds an export of queue '{queue}' as {kind}: go on like that"):
+        export(spark, shop.dsn, tmp_path, kind=kind)
 
 
 def test_a_report_says_what_happened(spark: SparkSession, shop: Shop, worked: str, tmp_path: Path) -> None:
@@ -97,9 +107,12 @@ def test_a_report_says_what_happened(spark: SparkSession, shop: Shop, worked: st
         {"queue": worked, "consumer_group": "g", "partitions": 4, "waiting": 0, "failing": 0}
     ]
     assert sum(t["acked"] + t["dead"] for t in figures["throughput"]) == 100
-    assert all(row["p50"] <= row["p99"] for row in figures["latency"])
-    exhausted = next(a for a in figures["alerts"] if a["name"] == "RetryExhausted")
-    assert exhausted["fired"]
+    assert figures["latency"]
+    for row in figures["latency"] + figures["in_hand"]:
+        assert 0 < row["p50"] <= row["p90"] <= row["p99"]
+    exhausted = next(a for a in figures["alerts"] if a["name"] == "RouterCAFRetryExhausted")
+    assert exhausted["fired"] or exhausted["pending_since"]
+    assert exhausted["worst_rate"] == 2
     page = (tmp_path / "live.html").read_text()
     assert "customer # has no card" in page
     assert "http://" not in page
@@ -110,9 +123,54 @@ def test_a_report_says_what_happened(spark: SparkSession, shop: Shop, worked: st
     assert (again["totals"], again["dead_letters"]["total"]) == (figures["totals"], 20)
 
 
+def test_the_alert_rules_are_those_of_the_runbook_and_all_are_evaluated(spark: SparkSession) -> None:
+    import yaml
+
+    groups = yaml.safe_load(Path(settled.__file__).with_name("observe").joinpath("alerts.yaml").read_text())
+    wanted = {}
+    for rule in groups["groups"][0]["rules"]:
+        assert "[5m]" in rule["expr"]
+        wanted[rule["alert"]] = (float(rule["expr"].rpartition(">")[2]), int(rule["for"].rstrip("m")))
+    assert {rule.name: (rule.threshold, rule.minutes) for rule in RULES} == wanted
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    bad = [("failed", 25, 1, "a duplicate order"), ("dead", 6, 2, "tenant acme is not known")]
+    columns = "at timestamp, kind string, messages bigint, attempts bigint, error string"
+    rows = [(start + timedelta(minutes=m), *one) for m in range(30) for one in bad]
+    found = evaluate(spark.createDataFrame(rows, columns), start + timedelta(days=1))
+    # At 25 a minute, a rate over five minutes passes 10 in the third minute and 20 in the fifth.
+    assert {a["name"]: a["fired"][0][11:16] for a in found} == {
+        "RouterCAFHighRetryRate": "00:08",
+        "RouterCAFRetryExhausted": "00:02",
+        "RouterCAFHighPublishFailureRate": "00:10",
+        "RouterJetStreamHighRedeliveryRate": "00:15",
+        "RouterJetStreamMaxDeliverExhausted": "00:06",
+        "RouterTenantRejections": "00:15",
+        "RouterHighDuplicateRate": "00:13",
+    }
+    assert [a["worst_rate"] for a in found] == [25, 6, 6, 25, 6, 6, 25]
+
+
+def test_an_alert_fires_only_when_the_limit_is_passed_long_enough() -> None:
+    rule = Rule("Many", "", 10, 3, "")
+    quiet = judge(rule, {1: 11, 2: 11, 3: 11, 5: 11, 6: 10, 7: 11}, last=99)
+    assert (quiet["fired"], quiet["pending_since"], quiet["worst_rate"]) == ([], None, 11)
+    pending = judge(rule, {5: 11, 6: 11, 7: 11, 8: 11, 9: 11}, last=7)
+    assert (pending["fired"], pending["pending_since"]) == ([], "1970-01-01T00:05:00+00:00")
+    fired = judge(rule, {**dict.fromkeys(range(5, 12), 11.0), **dict.fromkeys(range(20, 24), 12.0)}, last=99)
+    assert [at[11:16] for at in fired["fired"]] == ["00:08", "00:23"]
+
+
 def test_dead_letters_are_redriven_once(spark: SparkSession, shop: Shop, worked: str) -> None:
     chosen = Choice(queue=worked, error="has no card")
     assert redrive(shop.dsn, chosen, dry_run=True) == 10
+    soon = datetime.now(UTC) + timedelta(hours=1)
+    for narrower, count in (
+        (replace(chosen, group="g"), 10),
+        (replace(chosen, group="other"), 0),
+        (replace(chosen, until=soon), 10),
+        (replace(chosen, since=soon), 0),
+    ):
+        assert redrive(shop.dsn, narrower, dry_run=True) == count
     target = worked + "-again"
     pauses: list[float] = []
     assert redrive(shop.dsn, chosen, to=target, rate=4, sleep=pauses.append) == 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from settled.handlers import defer_on_error, reject_on_error
 from settled.queue.errors import BadRequest, Conflict
 from settled.queue.types import PopRequest
 from settled.spark import attempt, read_queue, settle, settle_batch
-from tests.spark.conftest import Run, Shop
+from tests.spark.conftest import Run, Shop, finished
 
 
 class Order(msgspec.Struct):
@@ -76,7 +77,7 @@ def test_every_outcome_is_settled_its_own_way(spark: SparkSession, shop: Shop, r
         "batches": 1,
     }
     for _ in range(2):
-        run(attempted(mode, spark, shop, queue), queue + "-out")
+        settle_batch(attempted(mode, spark, shop, queue, streaming=False), to=queue + "-out")
     assert shop.pop_all(queue + "-out") == {"p0": [{"invoice": 0}, {"invoice": 9}, {"invoice": 1}]}
     dead = {
         msgspec.json.decode(d.payload)["id"] if d.payload[1:2] != b"n" else 3: d for d in shop.dead(queue)
@@ -89,7 +90,7 @@ def test_every_outcome_is_settled_its_own_way(spark: SparkSession, shop: Shop, r
     assert dead[2].group == "g"
     assert dead[2].partition == "p0"
     assert dead[2].payload == b'{"id":2,"kind":"poison"}'
-    assert shop.lag(queue) == (3, 1)  # the blocked one and what is behind it in the log; the later one waits
+    assert shop.lag(queue) == (0, 2)  # the blocked one and the later one stay away for a while
 
 
 @pytest.mark.parametrize("mode", ["udf", "fused"])
@@ -107,7 +108,7 @@ def test_on_a_queue_in_order_a_failed_row_holds_back_its_lane(
         "pushed": 4,
         "batches": 1,
     }
-    run(attempted(mode, spark, shop, queue), queue + "-out")
+    settle_batch(attempted(mode, spark, shop, queue, streaming=False), to=queue + "-out")
     found = shop.pop_all(queue + "-out")
     assert [v["invoice"] for v in found["p0"]] == [0, 2, 4, 6, 10]
     assert [v["invoice"] for v in found["p1"]] == [1, 3, 5, 7, 9, 11]
@@ -115,35 +116,65 @@ def test_on_a_queue_in_order_a_failed_row_holds_back_its_lane(
     assert [d.attempts for d in shop.dead(queue)] == [1]
 
 
-def test_a_reader_may_give_up_the_order_of_a_queue(spark: SparkSession, shop: Shop, run: Run) -> None:
+@pytest.mark.parametrize("order", ["parked", "in_order"])
+def test_a_message_that_is_not_acked_stays_away_for_the_delay_and_no_attempt_is_counted(
+    spark: SparkSession, shop: Shop, order: str
+) -> None:
+    queue = shop.queue(retry=order)
+    shop.push(queue, orders("good blocked good"), lanes=1)
+
+    def read() -> DataFrame:
+        return attempted("fused", spark, shop, queue, dont_ack_delay=3600, streaming=False)
+
+    settle_batch(read())
+    behind = 0 if order == "parked" else 1
+    seen = {"messages": 3, "acked": 2 - behind, "released": 1 + behind, "batches": 1}
+    assert shop.totals(queue) == seen
+    settle_batch(read())
+    assert shop.totals(queue) == seen  # it is not due, and in order nothing passes it
+
+    def come_due(connection: Any) -> list[Any]:
+        lanes = "select l.id from lane l join queue q on q.id = l.queue_id where q.name = %s"
+        at = "clock_timestamp() - interval '1 s'"
+        connection.execute(f"update consumer set next_due = {at} where lane_id in ({lanes})", (queue,))
+        update = f"update exception set due = {at} where lane_id in ({lanes}) returning attempts"
+        return connection.execute(update, (queue,)).fetchall()
+
+    assert shop.link.run(come_due) == [{"attempts": 0}]
+    rows = read().select("attempt", "outcome", "delay").collect()
+    assert tuple(rows[0]) == (1, "release", 3600.0)
+    assert len(rows) == 1 + behind
+
+
+def test_a_reader_may_give_up_the_order_of_a_queue(spark: SparkSession, shop: Shop) -> None:
     queue = shop.queue(retry="in_order", retryLimit=5)
     shop.push(queue, orders("good flaky good good flaky good"), lanes=1)
-    run(attempted("fused", spark, shop, queue, ordering="parked"), queue + "-out")
+    settle_batch(
+        attempted("fused", spark, shop, queue, ordering="parked", streaming=False), to=queue + "-out"
+    )
     assert shop.totals(queue) == {"messages": 6, "acked": 4, "retried": 2, "pushed": 4, "batches": 1}
-    run(attempted("fused", spark, shop, queue, ordering="none"), queue + "-out")
+    settle_batch(attempted("fused", spark, shop, queue, ordering="none", streaming=False), to=queue + "-out")
     assert [v["invoice"] for v in shop.pop_all(queue + "-out")["p0"]] == [0, 2, 3, 5, 1, 4]
     assert shop.lag(queue) == (0, 0)
 
 
 def test_the_last_attempt_on_a_queue_in_order_loses_nothing_behind_it(
-    spark: SparkSession, shop: Shop, run: Run
+    spark: SparkSession, shop: Shop
 ) -> None:
     queue = shop.queue(retry="in_order", retryLimit=2)
     shop.push(queue, orders("broken good good broken good"), lanes=1)
     for _ in range(5):
-        run(attempted("fused", spark, shop, queue), queue + "-out")
+        settle_batch(attempted("fused", spark, shop, queue, streaming=False), to=queue + "-out")
     assert [v["invoice"] for v in shop.pop_all(queue + "-out")["p0"]] == [1, 2, 4]
     assert sorted(d.attempts for d in shop.dead(queue)) == [2, 2]
     assert shop.lag(queue) == (0, 0)
 
 
-def test_only_failures_may_be_read_and_the_rest_is_acknowledged(
-    spark: SparkSession, shop: Shop, run: Run
-) -> None:
+def test_only_failures_may_be_read_and_the_rest_is_acknowledged(spark: SparkSession, shop: Shop) -> None:
     queue = shop.queue(retryLimit=2)
     shop.push(queue, orders("good poison flaky nonsense " + "good " * 46), lanes=3)
     for _ in range(2):
-        run(attempted("fused", spark, shop, queue, only_failures=True))
+        settle_batch(attempted("fused", spark, shop, queue, only_failures=True, streaming=False))
     assert shop.totals(queue) == {"messages": 51, "acked": 48, "retried": 1, "dead": 2, "batches": 2}
     assert {d.payload for d in shop.dead(queue)} == {b'{"id":1,"kind":"poison"}', b"{nonsense"}
     assert shop.lag(queue) == (0, 0)
@@ -253,9 +284,7 @@ def test_an_explicit_handler_settles_its_message(
     assert (dead.error, dead.headers) == ("broken glass", {"tenant": "acme"})
 
 
-def test_decorators_and_policies_work_as_in_a_pump(
-    spark: SparkSession, shop: Shop, run: Run, checkpoint: str
-) -> None:
+def test_decorators_and_policies_work_as_in_a_pump(spark: SparkSession, shop: Shop) -> None:
     @defer_on_error(0)
     def defer(order: Order) -> None:
         raise OSError("disk full")
@@ -268,12 +297,12 @@ def test_decorators_and_policies_work_as_in_a_pump(
     for queue in (first, second, third):
         shop.push(queue, orders("good"), lanes=1)
     for _ in range(2):
-        run(attempted("fused", spark, shop, first, defer, requeue_count=2))
+        settle_batch(attempted("fused", spark, shop, first, defer, requeue_count=2, streaming=False))
     [dead] = shop.dead(first)
     assert dead.error == "Defer: no attempts left after 2; OSError: disk full"
-    run(attempted("udf", spark, shop, second, reject), where=checkpoint + "2")
+    settle_batch(attempted("udf", spark, shop, second, reject, streaming=False))
     assert shop.dead(second)[0].error == "OSError: disk full"
-    run(attempted("udf", spark, shop, third, charge_badly, on_error="ack"), where=checkpoint + "3")
+    settle_batch(attempted("udf", spark, shop, third, charge_badly, on_error="ack", streaming=False))
     assert shop.totals(third) == {"messages": 1, "acked": 1, "batches": 1}
 
 
@@ -322,6 +351,16 @@ def test_a_configuration_error_stops_the_query_and_settles_nothing(
     assert shop.totals(queue)["acked"] == 2
 
 
+def test_workers_take_the_installed_pyspark_and_not_its_packed_sources(spark: SparkSession) -> None:
+    def where(_: int) -> str:
+        import pyspark
+
+        return pyspark.__file__
+
+    [found] = spark.sparkContext.parallelize([0], 1).map(where).collect()
+    assert ".zip" not in found
+
+
 def test_a_handler_that_cannot_work_is_refused_before_the_query_starts(
     spark: SparkSession, shop: Shop
 ) -> None:
@@ -330,6 +369,8 @@ def test_a_handler_that_cannot_work_is_refused_before_the_query_starts(
     queue = shop.queue()
     with pytest.raises(ConfigurationError, match="write def, not async def"):
         read_queue(spark, queue, "g", url=shop.dsn, handler=later)
+    with pytest.raises(BadRequest, match=r"give its postgresql:// address.*got 'http://127.0.0.1:6632'"):
+        read_queue(spark, queue, "g", url="http://127.0.0.1:6632")
     with pytest.raises(Conflict, match="read_queue"):
         spark.range(1).transform(attempt(charge))
 
@@ -381,13 +422,7 @@ def test_parquet_is_written_once_a_batch_and_then_settled(
         df.unpersist()
 
     df = attempted("udf", spark, shop, queue)
-    query = (
-        df.writeStream.foreachBatch(write)
-        .option("checkpointLocation", checkpoint)
-        .trigger(availableNow=True)
-        .start()
-    )
-    assert query.awaitTermination(120)
+    finished(df.writeStream.foreachBatch(write).option("checkpointLocation", checkpoint))
     assert spark.read.parquet(table).count() == 2
     assert shop.totals(queue) == {"messages": 3, "acked": 2, "dead": 1, "batches": 1}
 
@@ -413,6 +448,13 @@ def test_a_deleted_checkpoint_goes_on_and_a_foreign_one_is_refused(
     shop.push(queue, orders("good"))
     run(attempted("fused", spark, shop, queue), where=checkpoint + "-new")
     assert shop.totals(queue) == {"messages": 3, "acked": 3, "batches": 2}
+    told = (
+        f"queue '{queue}', group 'g': no checkpoint, but the group has read 1 batches; it goes on after them"
+    )
+    deadline = time.monotonic() + 30
+    while told not in spark.log.read_text(errors="replace"):  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline, "nothing was said"
+        time.sleep(0.1)
     with pytest.raises(StreamingQueryException, match="checkpoint belongs to group 'g' of queue"):
         run(attempted("fused", spark, shop, other))
 
@@ -421,11 +463,12 @@ def test_two_queries_of_one_group_do_not_share_it(
     spark: SparkSession, shop: Shop, run: Run, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = shop.queue()
-    first = settle(attempted("fused", spark, shop, queue)).option("checkpointLocation", checkpoint).start()
+    df = attempted("fused", spark, shop, queue, lease_seconds=3)
+    first = settle(df).option("checkpointLocation", checkpoint).start()
     shop.push(queue, orders("good"))
     first.processAllAvailable()
     with pytest.raises(StreamingQueryException, match="is read by another Spark query"):
-        run(attempted("fused", spark, shop, queue), where=checkpoint + "2")
+        run(attempted("fused", spark, shop, queue, lease_seconds=3), where=checkpoint + "2")
     first.stop()
     run(attempted("fused", spark, shop, queue), where=checkpoint + "2")
     assert shop.totals(queue)["acked"] == 1

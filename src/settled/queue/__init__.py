@@ -1,6 +1,7 @@
 """A partitioned, leased, durable message queue on Postgres: a log, cursors and exceptions."""
 
-from settled.queue.engine import Engine
+from typing import TYPE_CHECKING, Any
+
 from settled.queue.types import (
     DEFAULT_PARTITION,
     QUEUE_MODE,
@@ -19,6 +20,9 @@ from settled.queue.types import (
     QueueOptions,
     Unavailable,
 )
+
+if TYPE_CHECKING:
+    from settled.queue.engine import Engine
 
 __all__ = [
     "Engine",
@@ -39,3 +43,12 @@ __all__ = [
     "QUEUE_MODE",
     "DEFAULT_PARTITION",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Spark starts processes that read the log and need no engine.
+    if name != "Engine":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from settled.queue.engine import Engine
+
+    return Engine

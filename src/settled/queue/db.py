@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from settled.queue.errors import QueueError, Unavailable
+from settled.queue.names import SCHEMA
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-SCHEMA = "settled"
 MIGRATION_LOCK = 0x5E771ED
 
 _GONE = (

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 from settled.queue.db import sql
 from settled.queue.places import Places
@@ -17,28 +15,8 @@ if TYPE_CHECKING:
     from settled.queue.db import Pool
     from settled.queue.popped import Piece
 
-LANE_BITS, GROUP_BITS = 40, 20
 REMEMBERED = 20_000
 REMEMBERED_MESSAGES = 1_000_000
-
-
-def new_lease(lane_id: int, group_id: int, *, wide: bool) -> str:
-    """A lease id, a UUIDv8: 40 bits lane, 20 bits group, 1 bit "covers other lanes too", 61 random bits."""
-    random = int.from_bytes(os.urandom(8), "big") & (2**61 - 1)
-    high = lane_id << 24 | (group_id >> 12) << 16 | 0x8000 | group_id & 0xFFF
-    return str(UUID(int=high << 64 | 0b10 << 62 | wide << 61 | random))
-
-
-def read_lease(lease_id: str) -> tuple[int, int, bool] | None:
-    """(lane, group, covers other lanes too) of a lease id, or None if it is not one of ours."""
-    try:
-        number = UUID(lease_id).int
-    except (ValueError, AttributeError, TypeError):
-        return None
-    high = number >> 64
-    if high >> 12 & 0xF != 8:
-        return None
-    return high >> 24, (high >> 16 & 0xFF) << 12 | high & 0xFFF, bool(number >> 61 & 1)
 
 
 class Lease:

@@ -15,9 +15,8 @@ import psycopg
 from psycopg import errors
 from psycopg.rows import dict_row
 
-from settled.queue.db import SCHEMA
 from settled.queue.errors import BadRequest, Conflict, Fenced, NotFound, QueueError, Unavailable
-from settled.queue.leases import new_lease
+from settled.queue.names import SCHEMA, new_lease
 from settled.queue.options import QueueOptions
 
 if TYPE_CHECKING:
@@ -45,7 +44,8 @@ SQL = _load()
 def connect(dsn: str) -> psycopg.Connection[Row]:
     """A connection with the queue's schema on its path; each statement commits unless told otherwise."""
     if not dsn.startswith(("postgresql://", "postgres://")):
-        raise BadRequest("url", dsn, "Spark reads the queue's database: give its postgresql:// address")
+        hint = "Spark reads the queue's database: give its postgresql:// address; `settled serve` prints it"
+        raise BadRequest("url", dsn, hint)
     options = f"-c search_path={SCHEMA} -c timezone=UTC -c jit=off"
     return psycopg.connect(
         dsn, autocommit=True, row_factory=dict_row, options=options, application_name="settled-spark",
@@ -189,13 +189,13 @@ class Reader:
     def hold(self, *, streaming: bool) -> None:
         """Become the holder, taking over from one that is gone; Conflict if another one lives.
 
-        A streaming holder keeps a session lock, so a killed one is replaced at once and a paused one when
-        its lease is over.
+        A streaming holder keeps a session lock, so one that ended or was killed is replaced at once, and a
+        paused one when its lease is over.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + min(PATIENCE, self._seconds + 1)
         kind = "stream" if streaming else "batch"
         while True:
-            locked = streaming and self.lock()
+            locked = self.lock()  # a batch's is gone when it disconnects
             [row] = self.link.call("take_reader", self.id, self._holder, kind, float(self._seconds), locked)
             if row["holder"] == self._holder:
                 return

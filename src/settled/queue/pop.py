@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from settled.queue.db import Link, sql
-from settled.queue.leases import Lease, new_lease
+from settled.queue.leases import Lease
+from settled.queue.names import new_lease
 from settled.queue.popped import Empty, Piece, Popped, PoppedLane
 
 if TYPE_CHECKING:

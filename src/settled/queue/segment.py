@@ -107,7 +107,15 @@ def encode(
         parts.append(array("q", times).tobytes())
     parts.append(array("I", map(len, payloads)).tobytes())
     parts += payloads
-    body = b"".join(parts)
+    return _pack(flags, n, b"".join(parts))
+
+
+def encode_plain(base: bytes, n: int, lengths: bytes, payloads: bytes) -> bytes:
+    """Messages without ids or headers of their own, given as columns: n lengths (uint32) and all payloads."""
+    return _pack(0, n, b"".join((base, lengths, payloads)))
+
+
+def _pack(flags: int, n: int, body: bytes) -> bytes:
     if len(body) < COMPRESS_FROM:
         return _columns.pack(PLAIN, flags, n) + body
     return _columns.pack(ZSTD, flags, n) + _compressor.compress(body)

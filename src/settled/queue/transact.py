@@ -11,8 +11,8 @@ from settled.queue.batch import Batch, Chunk, Duplicate, Gone
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest, Conflict, NotFound, Unavailable
 from settled.queue.lanes import check_uuid
-from settled.queue.leases import read_lease
 from settled.queue.marks import LEASE_LOST, Settlement
+from settled.queue.names import read_lease
 from settled.queue.schedule import schedule
 from settled.queue.types import (
     AckItem,

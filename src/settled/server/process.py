@@ -62,6 +62,8 @@ def serve(
             shown = f"[{host}]" if ":" in host else host
             announce(f"settled is listening on http://{shown}:{sock.getsockname()[1]}")
             announce(where)
+            if embedded:
+                announce(f"database {embedded.dsn}")
 
         run(_supervise(config, count, sock, home if embedded else None, ready))
 

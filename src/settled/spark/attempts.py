@@ -54,6 +54,8 @@ class Job:
     in_order: bool
     result: str | None = None
     """The result's Spark type as JSON; None for bytes of JSON."""
+    lease_seconds: float = 60.0
+    """How long a message that its handler left alone stays away."""
 
     def subscription(self) -> Subscription:
         """The handler as a pump would run it; ConfigurationError if it cannot run here."""
@@ -179,7 +181,7 @@ class Attempts:
         self._job = job
         self._subscription = job.subscription()
         self._policy = self._subscription.policy
-        self._encode = encode or (to_plain if job.result is not None else encode_json)
+        self._encode = encode or (to_plain if job.result is not None else json_encoder())
         self._held: set[int] = set()
 
     def run(self, rows: Rows) -> Attempted:
@@ -204,6 +206,7 @@ class Attempts:
         lanes = rows.lanes
         one_lane = isinstance(lanes, int)
         acks = self._policy.auto_ack
+        bare = decode.bare if headers is None and isinstance(decode, codec.Decoder) else None
         start = rows.offsets[0]
         for i, end in enumerate(rows.offsets[1:]):
             data, start = blob[start:end], end
@@ -212,7 +215,7 @@ class Attempts:
                 continue
             delivery._place = i
             try:
-                payload = decode(data, NO_HEADERS if headers is None else headers_of(rows, i))
+                payload = bare(data) if bare is not None else decode(data, headers_of(rows, i))
             except Exception as error:
                 self._note(rows, done, i, Undecodable(error))
                 continue
@@ -270,7 +273,10 @@ class Attempts:
             settlement = decide(Raised(RuntimeError(error)), self._policy, number)
         if settlement.stop:
             raise settlement.errors[0]  # not the message's fault: nothing of this batch is settled
-        outcome = to_outcome(asked if asked is not None else settlement.action, _storable(error))
+        action = asked if asked is not None else settlement.action
+        # A pump pauses for a while, or the broker does: here it is the message that stays away so long.
+        pause = self._job.lease_seconds if isinstance(action, Leave) else settlement.pause
+        outcome = to_outcome(action, _storable(error), pause)
         if outcome[0] == ACK:
             return
         done.failed[i] = outcome
@@ -278,7 +284,7 @@ class Attempts:
             self._held.add(rows.lanes if isinstance(rows.lanes, int) else rows.lanes[i])
 
 
-def to_outcome(action: Action, error: str | None) -> Outcome:
+def to_outcome(action: Action, error: str | None, pause: float = 0.0) -> Outcome:
     """A settlement as the columns `outcome`, `delay` and `error`."""
     match action:
         case Ack():
@@ -290,7 +296,7 @@ def to_outcome(action: Action, error: str | None) -> Outcome:
         case Reject(_, why):
             return (DEAD, None, _storable(why) or error)
         case Nack() | Leave():
-            return (RELEASE, None, error)
+            return (RELEASE, pause or None, error)
 
 
 def _storable(text: str | None) -> str | None:
@@ -298,9 +304,10 @@ def _storable(text: str | None) -> str | None:
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "") if text else text
 
 
-def encode_json(value: Any) -> bytes:
-    """A result as JSON; bytes are taken to be JSON already."""
-    return value if isinstance(value, bytes) else codec.encode(value, codec.JSON)[0]
+def json_encoder() -> Callable[[Any], bytes]:
+    """What makes JSON of results; bytes are taken to be JSON already."""
+    encode = codec.encoder(codec.JSON)
+    return lambda value: value if isinstance(value, bytes) else encode(value)
 
 
 def outcome_arrays(done: Attempted, result: pa.DataType) -> list[pa.Array]:

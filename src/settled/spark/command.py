@@ -13,9 +13,14 @@ import typer
 
 app = typer.Typer(help="Run a queue's pipeline on Spark.", no_args_is_help=True)
 
-Url = Annotated[str, typer.Option(envvar="SETTLED_URL", help="The queue's database, postgresql://….")]
+Url = Annotated[
+    str,
+    typer.Option(
+        envvar="SETTLED_URL", help="The queue's database, postgresql://…; `settled serve` prints it."
+    ),
+]
 Queue = Annotated[str | None, typer.Option(help="Only this queue.")]
-Master = Annotated[str | None, typer.Option(help="Spark's master [default: all cores of this machine].")]
+Master = Annotated[str | None, typer.Option(help="Spark's master; without it, all cores of this machine.")]
 
 
 @app.command("run")
@@ -35,7 +40,7 @@ def run_command(
         str | None, typer.Option(help="Push what the handler returns to this queue, or subject.")
     ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Spark's checkpoint [default: ./checkpoints/QUEUE-GROUP].")
+        Path | None, typer.Option(help="Spark's checkpoint; without it, ./checkpoints/QUEUE-GROUP.")
     ] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Messages a batch.")] = 500_000,
     until_empty: Annotated[bool, typer.Option("--until-empty", help="Leave when nothing is left.")] = False,
@@ -45,14 +50,9 @@ def run_command(
     queue, group = _named(url, queue, group, stream, consumer)
     function = _load(handler)
     spark = _session(master)
-    from settled.spark.jobs.run import run
+    from settled.spark.jobs.run import live, run
 
     where = checkpoint or Path("checkpoints") / f"{queue}-{group}"
-    live = sys.stderr.isatty()
-
-    def show(progress: Any) -> None:
-        typer.echo(f"\r{progress.line():110}" if live else progress.line(), err=True, nl=not live)
-
     try:
         end = run(
             spark,
@@ -64,18 +64,17 @@ def run_command(
             to=to,
             until_empty=until_empty,
             max_rows=max_rows,
-            on_progress=show,
+            on_progress=live(sys.stderr),
             subject=subject,
         )
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
     except Exception as error:
         _fail(error)
     finally:
         spark.stop()
+    if sys.stderr.isatty():
+        typer.echo(err=True)
     typer.echo(
-        f"{chr(10) if live else ''}batches={end.batches} acked={end.acked} retried={end.retried} "
-        f"dead={end.dead} "
+        f"batches={end.batches} acked={end.acked} retried={end.retried} dead={end.dead} "
         f"released={end.released} pushed={end.pushed} waiting={end.waiting} failing={end.failing}"
     )
 
@@ -163,13 +162,20 @@ def redrive_command(
         error=error,
         where=where,
     )
+
+    def sent(so_far: int) -> None:
+        if sys.stderr.isatty():
+            typer.echo(f"\r  {so_far:,} sent ", err=True, nl=False)
+
     try:
-        count = redrive(url, choice, to=to, rate=rate, dry_run=dry_run, spark=spark)
+        count = redrive(url, choice, to=to, rate=rate, dry_run=dry_run, spark=spark, on_progress=sent)
     except Exception as failure:
         _fail(failure)
     finally:
         if spark is not None:
             spark.stop()
+    if count and not dry_run and sys.stderr.isatty():
+        typer.echo(err=True)
     typer.echo(f"{'would redrive' if dry_run else 'redriven'}={count}")
 
 
@@ -211,6 +217,7 @@ def _session(master: str | None) -> Any:
         typer.echo(f"settled: this needs Spark ({error}): pip install 'settled[spark]'", err=True)
         raise typer.Exit(2) from None
     log = Path(tempfile.gettempdir()) / "settled-spark.log"
+    typer.echo(f"starting Spark, which logs to {log}", err=True)
     return session("settled pipeline", master, log=log, quick=True)
 
 

@@ -191,7 +191,8 @@ def _decoded(type_: Any, kind: Any) -> Callable[[Column], Column]:
 
 def _job(handler: Callable[..., Any], origin: Origin, result: Any, policy: Policy) -> Job:
     kind = None if result is None else spark_type(result).json()
-    job = Job(handler, policy, names_of(handler), origin.queue, origin.group, origin.in_order, kind)
+    names, in_order, lease = names_of(handler), origin.in_order, origin.lease_seconds
+    job = Job(handler, policy, names, origin.queue, origin.group, in_order, kind, lease)
     job.subscription()  # what cannot work is said here, not on an executor
     return job
 
@@ -345,7 +346,7 @@ def _settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]
             f"settle(to={to!r}) pushes the column `result`: add one, or attempt() a handler that returns"
         )
     own = F.lit(None).cast("string") if is_nats(origin.url) else F.col("partition")
-    partition = F.col("to_partition") if "to_partition" in have else own
+    partition = F.coalesce(F.col("to_partition"), own) if "to_partition" in have else own
     push = F.when(~failed, _as_bytes(df))
     columns += [F.when(~failed, partition).alias("to_partition"), push.alias("push")]
     rows = df.select(*columns).where((F.col("outcome") != ACK) | F.col("push").isNotNull())

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from settled.queue.errors import BadRequest
 
 NOBODY = "00000000-0000-0000-0000-000000000001"
@@ -33,6 +35,7 @@ class Options:
     max_deliver: int | None
     backoff: tuple[float, ...]
     dead_letter: str
+    window: dict[int, tuple[int, int]]
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Options:
@@ -82,6 +85,7 @@ class Options:
             max_deliver=_whole("maxDeliver", own["maxdeliver"], 1) if own.get("maxdeliver") else None,
             backoff=_seconds("backoff", own.get("backoff", "")),
             dead_letter=own.get("deadletter", ""),
+            window=msgspec.json.decode(own.get("window", "{}"), type=dict[int, tuple[int, int]]),
         )
 
     @property
@@ -125,6 +129,7 @@ _KNOWN = {
         "stream",
         "consumer",
         *_NATS,
+        "window",
     )
 }
 _SPARKS = {"path", "checkpointlocation", "queryname", "outputmode", "triggerinterval"}

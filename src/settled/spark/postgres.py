@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.sql.datasource import InputPartition
@@ -98,8 +98,12 @@ class Postgres:
         return Reader(self._settings)
 
     def look(self) -> list[Task]:
-        with Link(self._settings.url) as link:
-            return spread(log_ranges(link, self._settings.queue), self._settings, 0)
+        settings = self._settings
+        with Link(settings.url) as link:
+            ranges = log_ranges(link, settings.queue)
+        if settings.window:
+            ranges = within(ranges, settings.window)
+        return spread(ranges, settings, 0)
 
     def chunks(self, task: InputPartition) -> Iterator[Chunk]:
         link = link_to(self._settings.url)
@@ -110,7 +114,31 @@ class Postgres:
         return sink.stage(batches, self._settings, link_to(self._settings.url))
 
     def settle(self, messages: Sequence[Any]) -> Settled:
-        return sink.settle_staged(self._settings, messages)
+        return sink.settle_staged(self._settings, messages, kept_reader(self._settings))
+
+
+_kept: dict[int, tuple[Options, Reader]] = {}
+
+
+def kept_reader(settings: Options) -> Reader:
+    """This process's reader: the batches of a stream are settled over one connection."""
+    found = _kept.get(os.getpid())
+    if found is None or found[0] != settings:
+        if found is not None:
+            found[1].close()
+        found = _kept[os.getpid()] = (settings, Reader(settings))
+    return found[1]
+
+
+def within(ranges: list[Range], window: dict[int, tuple[int, int]]) -> list[Range]:
+    """Of each lane what lies between two sequence numbers; the window names all lanes it lets through."""
+    found = []
+    for r in ranges:
+        low, high = window.get(r.lane, (0, 0))
+        first, end = max(r.first, low), min(r.end, high)
+        if first < end:
+            found.append(replace(r, first=first, end=end, count=end - first))
+    return found
 
 
 def spread(ranges: list[Range], settings: Options, batch: int) -> list[Task]:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from settled.queue import segment
 from settled.queue.errors import Conflict
-from settled.queue.manifest import SQL, Link, Settled
+from settled.queue.manifest import SQL, Link, Reader, Settled
 from settled.spark.attempts import ACK, DEAD, INVALID, RELEASE, RETRY
 from settled.spark.broker import broker_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
     from psycopg import Connection
 
     from settled.spark.options import Options
@@ -58,7 +61,9 @@ class Staged(WriterCommitMessage):
 class _Open:
     """A segment to be, of results of one lane for one partition."""
 
+    lengths: list[NDArray[np.uint32]] = field(default_factory=list)
     payloads: list[bytes] = field(default_factory=list)
+    n: int = 0
     size: int = 0
     first: int = 0
     last: int = 0
@@ -70,7 +75,7 @@ class Staging:
     def __init__(self, to: str, in_order: bool) -> None:
         self.staged = Staged()
         self._to = to
-        self._in_order = in_order
+        self.in_order = in_order
         self._held: set[int] = set()
         self._runs: dict[int, tuple[int, int]] = {}
         self._outcomes: list[tuple[Any, ...]] = []
@@ -91,7 +96,7 @@ class Staging:
     def outcome(self, row: dict[str, Any]) -> None:
         """A row that is not acknowledged."""
         lane, seq, outcome = row["lane"], row["sequence"], row["outcome"]
-        if lane in self._held or (outcome == RELEASE and row["error"] is None):
+        if lane in self._held or (outcome == RELEASE and row["error"] is None and row["delay"] is None):
             self._release(lane, seq)
         else:
             error = row["error"][:ERROR_LIMIT].replace("\0", "") if row["error"] else row["error"]
@@ -114,22 +119,40 @@ class Staging:
                     payload if kept else None,
                 )
             )
-        if self._in_order and outcome in (RETRY, RELEASE):
+        if self.in_order and outcome in (RETRY, RELEASE):
             self._held.add(lane)
 
-    def push(self, lane: int, seq: int, partition: str, payload: bytes) -> None:
-        """A result for the next queue."""
+    @property
+    def holds(self) -> bool:
+        """Whether a lane is held back: what comes after it then depends on its order."""
+        return bool(self._held)
+
+    def push(self, lane: int, partition: str, seqs: NDArray[np.int64], results: pa.Array) -> None:
+        """Results of one lane for one partition of the next queue, in order."""
         if lane in self._held:
-            self._release(lane, seq)  # it is attempted again, in its turn
+            for seq in seqs.tolist():
+                self._release(lane, seq)  # it is attempted again, in its turn
             return
-        part = self._open[(lane, partition)]
-        if not part.payloads:
-            part.first = seq
-        part.payloads.append(payload)
-        part.size += len(payload)
-        part.last = max(part.last, seq)
-        if len(part.payloads) >= SEGMENT_MESSAGES or part.size >= SEGMENT_BYTES:
-            self._close(lane, partition, self._open.pop((lane, partition)))
+        buffers = results.buffers()
+        data = memoryview(buffers[2]) if buffers[2] is not None else memoryview(b"")
+        offsets = np.frombuffer(buffers[1], np.int32, len(results) + 1, 4 * results.offset)
+        at = 0
+        while at < len(seqs):
+            part = self._open[(lane, partition)]
+            # So many more that neither the count nor, but for the last one, the size goes over.
+            room = int(np.searchsorted(offsets[at + 1 :], offsets[at] + SEGMENT_BYTES - part.size)) + 1
+            end = min(len(seqs), at + SEGMENT_MESSAGES - part.n, at + room)
+            low, high = int(offsets[at]), int(offsets[end])
+            if not part.n:
+                part.first = int(seqs[at])
+            part.lengths.append(np.diff(offsets[at : end + 1]).astype(np.uint32))
+            part.payloads.append(bytes(data[low:high]))
+            part.n += end - at
+            part.size += high - low
+            part.last = max(part.last, int(seqs[at:end].max()))
+            if part.n >= SEGMENT_MESSAGES or part.size >= SEGMENT_BYTES:
+                self._close(lane, partition, self._open.pop((lane, partition)))
+            at = end
 
     def _release(self, lane: int, seq: int) -> None:
         run = self._runs.get(lane)
@@ -144,9 +167,9 @@ class Staging:
         self._outcomes.append((self._write, lane, *run, RELEASE, *[None] * 7))
 
     def _close(self, lane: int, partition: str, part: _Open) -> None:
-        n = len(part.payloads)
-        body = segment.encode(segment.new_base(), [b""] * n, part.payloads)
-        self._segments.append((self._write, self._to, partition, n, body, lane, part.first, part.last))
+        lengths = np.concatenate(part.lengths).astype("<u4").tobytes()
+        body = segment.encode_plain(segment.new_base(), part.n, lengths, b"".join(part.payloads))
+        self._segments.append((self._write, self._to, partition, part.n, body, lane, part.first, part.last))
 
     def finish(self, link: Link) -> Staged:
         """Hand everything over; nothing of it counts before the driver says so."""
@@ -190,38 +213,49 @@ def stage(batches: Iterator[pa.RecordBatch], settings: Options, link: Link) -> S
             for row in batch.filter(failed).to_pylist():
                 staging.outcome(row)
             continue
-        _stage_both(batch, failed.to_pylist(), staging)
+        bad = np.flatnonzero(failed.to_numpy(zero_copy_only=False)).tolist()
+        if staging.in_order and (bad or staging.holds):
+            # In order, nothing behind a failure is pushed.
+            after = 0
+            for place in bad:
+                _push(batch.slice(after, place - after), staging)
+                staging.outcome(batch.slice(place, 1).to_pylist()[0])
+                after = place + 1
+            _push(batch.slice(after), staging)
+            continue
+        for row in batch.filter(failed).to_pylist():
+            staging.outcome(row)
+        _push(batch.filter(pa.compute.invert(failed)) if bad else batch, staging)
     return staging.finish(link)
 
 
-def _stage_both(batch: pa.RecordBatch, failed: list[bool], staging: Staging) -> None:
-    """Failures and pushes, in the order of the rows: in order, nothing behind a failure is pushed."""
-    lanes, seqs = batch.column("lane").to_pylist(), batch.column("sequence").to_pylist()
-    partitions, pushes = batch.column("to_partition").to_pylist(), batch.column("push").to_pylist()
-    for i, bad in enumerate(failed):
-        if bad:
-            staging.outcome(batch.slice(i, 1).to_pylist()[0])
-        elif pushes[i] is not None:
-            staging.push(lanes[i], seqs[i], partitions[i], pushes[i])
+def _push(batch: pa.RecordBatch, staging: Staging) -> None:
+    """Hand on results, as many at a time as are of one lane and go to one partition."""
+    if batch.column("push").null_count:
+        batch = batch.filter(batch.column("push").is_valid())
+    if not batch.num_rows:
+        return
+    lanes, seqs = batch.column("lane").to_numpy(), batch.column("sequence").to_numpy()
+    partitions, results = batch.column("to_partition").dictionary_encode(), batch.column("push")
+    names, places = partitions.dictionary.to_pylist(), partitions.indices.to_numpy()
+    starts = np.flatnonzero((np.diff(lanes) != 0) | (np.diff(places) != 0)) + 1
+    for a, b in pairwise([0, *starts.tolist(), batch.num_rows]):
+        staging.push(int(lanes[a]), names[places[a]], seqs[a:b], results.slice(a, b - a))
 
 
-def settle_staged(settings: Options, messages: Sequence[Any]) -> Settled:
+def settle_staged(settings: Options, messages: Sequence[Any], reader: Reader) -> Settled:
     """The one transaction."""
     staged = [m for m in messages if m is not None]
     numbers = {m.batch for m in staged if m.batch is not None}
     if len(numbers) > 1:
         raise Conflict(f"rows of batches {sorted(numbers)} came together: settle one queue a query")
-    from settled.spark.postgres import Reader
-
-    reader = Reader(settings)
-    with reader.link:
-        return reader.settle(
-            numbers.pop() if numbers else None,
-            [m.write for m in staged if m.write is not None],
-            sum(m.outcomes for m in staged),
-            sum(m.segments for m in staged),
-            None if settings.ordering == "queue" else settings.ordering != "in_order",
-        )
+    return reader.settle(
+        numbers.pop() if numbers else None,
+        [m.write for m in staged if m.write is not None],
+        sum(m.outcomes for m in staged),
+        sum(m.segments for m in staged),
+        None if settings.ordering == "queue" else settings.ordering != "in_order",
+    )
 
 
 class StreamSink(DataSourceStreamArrowWriter):

@@ -30,20 +30,23 @@ from pyspark.sql.types import (
 from settled.queue.errors import BadRequest, Conflict, Fenced, QueueError
 from settled.spark import rows
 from settled.spark.broker import Reader, broker_of
-from settled.spark.fused import read_attempted
 from settled.spark.options import Options
 from settled.spark.shipping import loads
-from settled.spark.sink import BatchSink, StreamSink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
+
+    from settled.spark.sink import BatchSink, StreamSink
 
 log = logging.getLogger("settled.spark")
 IDLE = 0.1
 
 
 class SettledSource(DataSource):
-    """Reads a queue for a group and settles it. Without a group it only looks: nothing is claimed."""
+    """Reads a queue for a group and settles it. Without a group it only looks: nothing is claimed.
+
+    Spark starts processes for planning, offsets and commits, so each imports only what it does.
+    """
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
         super().__init__(options)
@@ -65,9 +68,13 @@ class SettledSource(DataSource):
         return StreamReader(self.settings)
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchSink:
+        from settled.spark.sink import BatchSink
+
         return BatchSink(self.settings)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamSink:  # noqa: N802
+        from settled.spark.sink import StreamSink
+
         return StreamSink(self.settings)
 
 
@@ -102,6 +109,8 @@ def read_task(settings: Options, task: InputPartition) -> Iterator[pa.RecordBatc
     chunks = broker_of(settings).chunks(task)
     batch: int = task.batch  # type: ignore[attr-defined]
     if settings.handler:
+        from settled.spark.fused import read_attempted
+
         yield from read_attempted(chunks, settings, batch)
         return
     schema = rows.ARROW

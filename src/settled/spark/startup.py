@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import stat
@@ -87,7 +88,9 @@ def _stderr_to(log: str | os.PathLike[str] | None) -> Iterator[None]:
 
 def prepare(*, local: bool = True) -> None:
     """Set what PySpark reads from the environment, where the user has not."""
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if "PYSPARK_PYTHON" not in os.environ:
+        quick = local and "SPARK_HOME" not in os.environ
+        os.environ["PYSPARK_PYTHON"] = str(quick_python()) if quick else sys.executable
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     if local:
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -110,12 +113,23 @@ def packaged_java() -> Path:
         raise RuntimeError("Spark needs Java: install Java 17 or newer, or `pip install settled[spark]`")
     real = Path(spec.origin).parent / "java-runtime" / "bin" / "java"
     home = Path(tempfile.mkdtemp(prefix="settled-java-"))
-    wrapper = home / "bin" / "java"
-    wrapper.parent.mkdir()
-    template = resources.files("settled.spark").joinpath("java.sh").read_text()
-    wrapper.write_text(template.replace("@JAVA@", str(real)))
-    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+    (home / "bin").mkdir()
+    _script("java.sh", "@JAVA@", str(real), home / "bin" / "java")
     return home
+
+
+def quick_python() -> Path:
+    """This Python, started for Spark's processes in half the time."""
+    folder = tempfile.mkdtemp(prefix="settled-python-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return _script("python.sh", "@PYTHON@", sys.executable, Path(folder) / "python")
+
+
+def _script(name: str, mark: str, program: str, target: Path) -> Path:
+    template = resources.files("settled.spark").joinpath(name).read_text()
+    target.write_text(template.replace(mark, program))
+    target.chmod(target.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+    return target
 
 
 def _log_file() -> Path:

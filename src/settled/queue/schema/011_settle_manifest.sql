@@ -124,14 +124,15 @@ begin
                             and s.first_seq <= e.seq and s.end_seq > e.seq and s.outcome in ('retry', 'release'));
     end if;
     if p_outcomes > 0 then
-        -- Doubled for each attempt, up to an hour or the configured delay if that is longer.
+        -- Doubled for each attempt, up to an hour or the configured delay if that is longer. What is released for a
+        -- while stays away like what failed, but no attempt is counted.
         insert into exception as e (lane_id, group_id, seq, attempts, due, parked, error, failed_at)
         select s.lane_id, r.group_id, s.first_seq, s.attempts, v_now + make_interval(secs => coalesce(s.delay,
                  least(q.retry_delay / 1000.0 * 2 ^ least(s.attempts - 1, 30), greatest(3600, q.retry_delay / 1000.0)))),
                v_parked or s.first_seq = any (g.parked), s.error, v_now
           from staged_outcome s
           join manifest_range g on g.reader_id = r.id and g.number = m.number and g.lane_id = s.lane_id
-         where s.write = any (p_writes) and s.outcome = 'retry'
+         where s.write = any (p_writes) and (s.outcome = 'retry' or s.outcome = 'release' and s.delay > 0)
             on conflict (lane_id, group_id, seq) do update
            set attempts = excluded.attempts, due = excluded.due, error = excluded.error, parked = excluded.parked, failed_at = v_now;
         insert into journal (at, kind, worker, lanes, groups, leases, firsts, lasts, counts, attempts, error)
@@ -158,7 +159,8 @@ begin
               from (select s.first_seq, s.end_seq, lag(s.end_seq, 1, g.first_seq) over (order by s.first_seq) as after
                       from staged_outcome s
                      where s.write = any (p_writes) and s.lane_id = g.lane_id and not s.first_seq = any (g.parked)
-                       and (s.outcome = 'release' or s.outcome = 'retry' and not v_parked)) p;
+                       and (s.outcome in ('retry', 'release') and not v_parked
+                            or s.outcome = 'release' and coalesce(s.delay, 0) <= 0)) p;
         end if;
         if v_bits is null then
             c.base := g.end_seq;

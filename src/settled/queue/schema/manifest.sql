@@ -51,6 +51,12 @@ select coalesce(sum(m.messages), 0)::bigint as messages, coalesce(sum(m.acked), 
   join consumer_group g on g.id = r.group_id join queue q on q.id = r.queue_id
  where g.name = %(group)s and q.name = %(queue)s and m.settled and m.number > %(after)s
 
+-- name: busy
+select coalesce(extract(epoch from sum(m.settled_at - m.claimed_at)), 0)::double precision as seconds
+  from manifest m join reader r on r.id = m.reader_id
+  join consumer_group g on g.id = r.group_id join queue q on q.id = r.queue_id
+ where g.name = %(group)s and q.name = %(queue)s and m.settled and m.number > %(after)s
+
 -- name: lag
 select coalesce(sum(l.next_seq - greatest(coalesce(c.cursor, start_of(g.id, l.id)), l.first_seq)), 0)::bigint as waiting,
        (select count(*) from exception e join lane x on x.id = e.lane_id
@@ -73,3 +79,8 @@ select g.id, q.id, case %(at)s when 'earliest' then 'all' when 'latest' then 'ne
        case %(at)s when 'earliest' then null when 'latest' then clock_timestamp() else nullif(%(at)s, '')::timestamptz end
   from consumer_group g, queue q where g.name = %(group)s and q.name = %(queue)s
     on conflict (group_id, queue_id) do nothing
+
+-- name: source
+select q.uid::text || '-' || r.id as source from reader r
+  join consumer_group g on g.id = r.group_id join queue q on q.id = r.queue_id
+ where g.name = %(group)s and q.name = %(queue)s

@@ -17,7 +17,7 @@ from settled import Reject, current_message
 from settled.queue import Engine, PushItem
 from settled.queue.embedded import EmbeddedPostgres
 from settled.spark.jobs.report import write_report
-from settled.spark.jobs.run import Progress, run
+from settled.spark.jobs.run import live, run
 from settled.spark.startup import session
 
 if TYPE_CHECKING:
@@ -125,10 +125,10 @@ def demo(count: int, folder: Path, report: Path) -> bool:
                 write=to_parquet,
                 until_empty=True,
                 result=Invoice,
-                on_progress=show,
+                on_progress=live(sys.stderr),
                 max_rows=100_000,
             )
-            sys.stderr.write("\n")
+            sys.stderr.write("\n" if sys.stderr.isatty() else "")
             invoices = spark.read.parquet(str(table)).agg({"order": "count", "total": "sum"}).first()
             figures = write_report(spark, server.dsn, report)
         finally:
@@ -165,12 +165,6 @@ async def count_queue(dsn: str, queue: str) -> int:
     """How many messages a queue holds."""
     async with await Engine.open(dsn) as engine:
         return (await engine.queue(queue)).total
-
-
-def show(progress: Progress) -> None:
-    """The live line."""
-    sys.stderr.write(f"\r  {progress.line():110}" if sys.stderr.isatty() else f"  {progress.line()}\n")
-    sys.stderr.flush()
 
 
 def say(text: str) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
+import msgspec
 import pyarrow as pa
 
-from settled.queue.errors import BadRequest
+from settled.queue.errors import BadRequest, Conflict
 from settled.queue.manifest import Link
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 STATE = "_export.json"
-TABLES = ("settlements", "dead_letters")
+TABLES = ("settlements", "dead_letters", "waits")
 _UTC = pa.timestamp("us", "UTC")
 SCHEMAS = {
     "settlements": pa.schema(
@@ -58,6 +59,16 @@ SCHEMAS = {
             ("created_at", _UTC),
         ]
     ),
+    # How long messages were in the queue, from push to settlement: so many waited up to `seconds`.
+    "waits": pa.schema(
+        [
+            ("at", _UTC),
+            ("queue", pa.string()),
+            ("consumer_group", pa.string()),
+            ("seconds", pa.float64()),
+            ("messages", pa.float64()),
+        ]
+    ),
 }
 
 
@@ -92,6 +103,32 @@ class Exported:
     rows: dict[str, int]
 
 
+class Plan(msgspec.Struct):
+    """What a run exports: what happened before `until`, and of each lane's messages those before its head."""
+
+    until: datetime
+    heads: dict[str, int]
+
+
+class State(msgspec.Struct):
+    """How far an export is; it lies beside the files."""
+
+    queue: str | None
+    format: str
+    run: int = 0
+    until: datetime = EPOCH
+    heads: dict[str, int] = {}
+    """Where each lane's messages go on, by the lane's id."""
+    plan: Plan | None = None
+    """The run that is under way, or was when it was interrupted."""
+
+    def save(self, folder: Path) -> None:
+        """Write it down, whole or not at all."""
+        fresh = folder / f"{STATE}.new"
+        fresh.write_bytes(msgspec.json.encode(self))
+        fresh.replace(folder / STATE)
+
+
 def export(
     spark: SparkSession,
     url: str,
@@ -105,26 +142,36 @@ def export(
     if kind not in ("parquet", "delta"):
         raise BadRequest("format", kind, "must be parquet or delta")
     folder.mkdir(parents=True, exist_ok=True)
-    state_file = folder / STATE
-    state: dict[str, Any] = (
-        json.loads(state_file.read_text())
-        if state_file.exists()
-        else {"run": 0, "until": EPOCH.isoformat(), "heads": {}}
-    )
-    number, since = state["run"] + 1, datetime.fromisoformat(state["until"])
-    counts: dict[str, int] = {}
+    state = _state(folder, queue, kind)
+    number, counts = state.run + 1, {}
     with Link(url) as link:
-        # Nothing that is still being committed lies before the oldest open transaction.
-        until = query(link, "horizon")[0]["at"]
+        plan = state.plan
+        if plan is None:
+            # Nothing that is still being committed lies before the oldest open transaction.
+            until = query(link, "horizon")[0]["at"]
+            heads = {str(r["lane_id"]): r["head"] for r in query(link, "heads", queue=queue)}
+            # A run that is done again must add exactly this, whatever happens meanwhile.
+            plan = state.plan = Plan(until, heads)
+            state.save(folder)
         for name in TABLES:
-            counts[name] = _write(table(spark, link, name, since, until, queue), folder / name, number, kind)
-        heads = state["heads"]
+            rows = table(spark, link, name, state.until, plan.until, queue)
+            counts[name] = _write(rows, folder / name, number, kind)
         if messages:
-            heads, counts["messages"] = _messages(spark, link, url, folder, number, kind, queue, heads)
-    fresh = state_file.with_suffix(".new")
-    fresh.write_text(json.dumps({"run": number, "until": until.isoformat(), "heads": heads}))
-    fresh.replace(state_file)
-    return Exported(number, until, counts)
+            counts["messages"] = _messages(spark, link, url, folder, number, state, plan)
+            state.heads = plan.heads
+    state.run, state.until, state.plan = number, plan.until, None
+    state.save(folder)
+    return Exported(number, plan.until, counts)
+
+
+def _state(folder: Path, queue: str | None, kind: str) -> State:
+    if not (folder / STATE).exists():
+        return State(queue, kind)
+    state = msgspec.json.decode((folder / STATE).read_bytes(), type=State)
+    if (state.queue, state.format) != (queue, kind):
+        of = f"queue {state.queue!r}" if state.queue else "all queues"
+        raise Conflict(f"{folder} holds an export of {of} as {state.format}: go on like that, or elsewhere")
+    return state
 
 
 def _write(df: DataFrame, folder: Path, number: int, kind: str) -> int:
@@ -159,28 +206,29 @@ def _delta(df: DataFrame, folder: Path, number: int) -> None:
 
 
 def _messages(
-    spark: SparkSession,
-    link: Link,
-    url: str,
-    folder: Path,
-    number: int,
-    kind: str,
-    queue: str | None,
-    heads: dict[str, int],
-) -> tuple[dict[str, int], int]:
-    # The heads are read first: what is pushed meanwhile is for the next run.
-    lanes = query(link, "heads", queue=queue)
-    bounds = [(r["lane_id"], int(heads.get(str(r["lane_id"]), 0)), r["head"]) for r in lanes]
+    spark: SparkSession, link: Link, url: str, folder: Path, number: int, state: State, plan: Plan
+) -> int:
+    fresh = {lane: (state.heads.get(lane, 0), head) for lane, head in plan.heads.items()}
+    fresh = {lane: span for lane, span in fresh.items() if span[1] > span[0]}
     total = 0
-    for name in sorted({r["queue"] for r in lanes}):
-        df = (
-            spark.read.format("settled")
-            .options(url=url, queue=name)
-            .load()
-            .withColumnRenamed("created_at", "at")
-        )
-        limits = spark.createDataFrame(bounds, "lane bigint, low bigint, high bigint")
-        fresh = df.join(limits, "lane").where("sequence >= low and sequence < high")
-        fresh = fresh.drop("batch", "attempt", "low", "high")
-        total += _write(fresh, folder / "messages" / f"queue_name={name}", number, kind)
-    return {str(lane): high for lane, _, high in bounds}, total
+    for row in query(link, "queues", lanes=[int(lane) for lane in fresh]):
+        window = {lane: fresh[str(lane)] for lane in row["lanes"]}
+        options = {"url": url, "queue": row["queue"], "window": msgspec.json.encode(window).decode()}
+        df = spark.read.format("settled").options(**options).load().withColumnRenamed("created_at", "at")
+        where = folder / "messages" / f"queue_name={quote(row['queue'], safe='')}"
+        total += _write(df.drop("batch", "attempt"), where, number, state.format)
+    return total
+
+
+def exported(spark: SparkSession, folder: Path, name: str) -> DataFrame:
+    """One of the tables of an export."""
+    where = folder / name
+    if (where / "_delta_log").exists():
+        import deltalake
+
+        return spark.createDataFrame(deltalake.DeltaTable(str(where)).to_pyarrow_table())
+    if where.exists():
+        return spark.read.parquet(str(where))
+    if not (folder / STATE).exists():
+        raise BadRequest("export", str(folder), "must be the folder of an export")
+    return spark.createDataFrame(SCHEMAS[name].empty_table())  # nothing of the kind happened

@@ -17,6 +17,24 @@ select d.failed_at as at, d.id::text as id, d.queue, d.partition, d.consumer_gro
   from dead_letter d
  where d.failed_at >= %(since)s and d.failed_at < %(until)s and (%(queue)s::text is null or d.queue = %(queue)s)
 
+-- name: waits
+select date_trunc('second', j.at) as at, q.name as queue, g.name as consumer_group,
+       exp(ceil(ln(greatest(extract(epoch from j.at - s.created_at), 0.001)) * 10) / 10)::double precision as seconds,
+       sum((least(s.first_seq + s.n, u.last + 1) - greatest(s.first_seq, u.first)) * least(u.n::numeric / (u.last - u.first + 1), 1)
+          )::double precision as messages
+  from journal j, unnest(j.lanes, j.groups, j.firsts, j.lasts, j.counts) u (lane, grp, first, last, n)
+  join lane l on l.id = u.lane
+  join queue q on q.id = l.queue_id
+  join consumer_group g on g.id = u.grp
+  cross join lateral (
+       select s.first_seq, s.n, s.created_at from segment s
+        where s.lane_id = u.lane and s.first_seq <= u.last and s.first_seq + s.n > u.first
+          and s.first_seq >= coalesce((select max(p.first_seq) from segment p
+                                        where p.lane_id = u.lane and p.first_seq <= u.first), u.first)) s
+ where j.kind in ('settled', 'auto_ack') and u.n > 0 and u.last >= u.first
+   and j.at >= %(since)s and j.at < %(until)s and (%(queue)s::text is null or q.name = %(queue)s)
+ group by 1, 2, 3, 4
+
 -- name: lag
 select q.name as queue, g.name as consumer_group, count(*) as partitions,
        sum(greatest(l.next_seq - greatest(c.cursor, l.first_seq), 0))::bigint as waiting,
@@ -26,8 +44,12 @@ select q.name as queue, g.name as consumer_group, count(*) as partitions,
  group by q.id, q.name, g.id, g.name order by 1, 2
 
 -- name: heads
-select q.name as queue, l.id as lane_id, l.next_seq as head from lane l join queue q on q.id = l.queue_id
+select l.id as lane_id, l.next_seq as head from lane l join queue q on q.id = l.queue_id
  where %(queue)s::text is null or q.name = %(queue)s
+
+-- name: queues
+select q.name as queue, array_agg(l.id) as lanes from lane l join queue q on q.id = l.queue_id
+ where l.id = any (%(lanes)s) group by q.name order by q.name
 
 -- name: redrivable
 select d.id, d.queue, d.partition, d.headers, d.payload, d.error from dead_letter d

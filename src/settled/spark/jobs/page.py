@@ -10,6 +10,8 @@ from typing import Any
 from settled.spark.jobs.owners import section
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 960, 240, 64, 28, 12, 12
+FEW = 5
+"""So few points are drawn with their value."""
 COLOURS = {"acked": "#2f7d5b", "retried": "#d9932b", "released": "#7a8aa0", "dead": "#b8383d"}
 LINES = {"p50": "#2f7d5b", "p90": "#d9932b", "p99": "#b8383d"}
 
@@ -22,14 +24,20 @@ def render(figures: dict[str, Any]) -> str:
         if figures["from"]
         else "nothing was settled yet"
     )
+    width = figures["bucket_seconds"]
+    # One axis for all drawings, so that what happened at the same time stands in the same place.
+    moments = [r["t"] for name in ("throughput", "latency", "in_hand") for r in figures[name]]
+    times = _steps(min(moments), max(moments), width) if moments else []
     parts = {
         "TITLE": escape(f"Queue {figures['queue']}" if figures["queue"] else "All queues"),
         "SPAN": escape(span),
         "MADE": escape(_when(figures["made_at"])),
         "TILES": _tiles(figures),
         "ALERTS": _alerts(figures["alerts"]),
-        "THROUGHPUT": _stacked(figures["throughput"], figures["bucket_seconds"]),
-        "LATENCY": _lines(figures["latency"], figures["bucket_seconds"]),
+        "THROUGHPUT": _stacked(figures["throughput"], times, width),
+        "WIDTH": _span(width),
+        "LATENCY": _lines(figures["latency"], times, width),
+        "IN_HAND": _lines(figures["in_hand"], times, width),
         "REDELIVERIES": _bars(
             [(r["reason"], r["count"], r["source"]) for r in figures["redeliveries"]], "#d9932b"
         ),
@@ -75,18 +83,30 @@ def _tiles(figures: dict[str, Any]) -> str:
 def _alerts(alerts: list[dict[str, Any]]) -> str:
     rows = []
     for alert in alerts:
-        state = "fired" if alert["fired"] else "quiet"
-        when = f"first at {_when(alert['fired'][0])}" if alert["fired"] else "never"
+        state, when = "quiet", "never"
+        if alert["fired"]:
+            times = len(alert["fired"])
+            state, when = "fired", f"{f'{times} times, first ' * (times > 1)}{_when(alert['fired'][0])}"
+        elif alert["pending_since"]:
+            state, when = "pending", f"not yet; over the limit since {_when(alert['pending_since'])}"
         rows.append(
             f'<tr><td><i class="{state}">{state}</i></td><td><b>{escape(alert["name"])}</b><br>'
             f"{escape(alert['text'])}</td>"
+            f'<td class="n">{alert["threshold"]:g}/min<br><small>for {alert["minutes"]} min</small></td>'
             f'<td class="n">{alert["worst_rate"]:,.1f}/min</td><td>{escape(when)}</td></tr>'
         )
     return (
-        "<table><tr><th></th><th>rule</th><th class='n'>worst rate</th><th>fired</th></tr>"
-        + "".join(rows)
-        + "</table>"
+        "<table><tr><th></th><th>rule</th><th class='n'>limit</th><th class='n'>worst rate</th>"
+        "<th>fired</th></tr>" + "".join(rows) + "</table>"
     )
+
+
+def _span(seconds: float) -> str:
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second")):
+        if seconds >= size and seconds % size == 0:
+            count = round(seconds / size)
+            return unit if count == 1 else f"{count} {unit}s"
+    return f"{seconds:g} seconds"
 
 
 def _scale(top: float) -> tuple[float, list[float]]:
@@ -147,9 +167,8 @@ def _y(value: float, top: float) -> float:
     return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * value / top
 
 
-def _steps(rows: list[dict[str, Any]], width: float) -> list[float]:
+def _steps(first: float, last: float, width: float) -> list[float]:
     """All slots from the first to the last, also those in which nothing happened."""
-    first, last = rows[0]["t"], rows[-1]["t"]
     count = round((last - first) / width) + 1
     return [first + i * width for i in range(count)]
 
@@ -158,18 +177,17 @@ def _key(time: float, width: float) -> int:
     return round(time / width)
 
 
-def _stacked(rows: list[dict[str, Any]], width: float) -> str:
+def _stacked(rows: list[dict[str, Any]], times: list[float], width: float) -> str:
     if not rows:
         return _nothing("Nothing was settled in this time.")
-    times = _steps(rows, width)
     found = {_key(r["t"], width): r for r in rows}
-    top, lines = _scale(max(sum(r[k] for k in COLOURS) for r in rows) / width)
+    top, lines = _scale(max(sum(r[k] for k in COLOURS) for r in rows))
     thick = max(1.0, (WIDTH - LEFT - RIGHT) / len(times) * 0.82)
     bars = []
     for time in times:
         row, base = found.get(_key(time, width)), 0.0
         for kind, colour in COLOURS.items() if row else ():
-            value = row[kind] / width  # type: ignore[index]
+            value = row[kind]  # type: ignore[index]
             if value:
                 high, low = _y(base + value, top), _y(base, top)
                 tip = f"{datetime.fromtimestamp(time, UTC):%H:%M:%S}: {row[kind]:,} {kind}"  # type: ignore[index]
@@ -178,27 +196,38 @@ def _stacked(rows: list[dict[str, Any]], width: float) -> str:
                     f'height="{max(low - high, 0.6):.1f}" fill="{colour}"><title>{tip}</title></rect>'
                 )
                 base += value
-    return _svg(_frame(times, lines, top, "/s") + "".join(bars)) + _legend(COLOURS)
+    kinds = {kind: colour for kind, colour in COLOURS.items() if any(r[kind] for r in rows)}
+    return _svg(_frame(times, lines, top, "") + "".join(bars)) + _legend(kinds)
 
 
-def _lines(rows: list[dict[str, Any]], width: float) -> str:
+def _lines(rows: list[dict[str, Any]], times: list[float], width: float) -> str:
     if not rows:
         return _nothing("No settlement was timed.")
-    times = _steps(rows, width)
-    top, lines = _scale(max(r["p99"] for r in rows))
+    top, lines = _scale(1.05 * max(r["p99"] for r in rows))
     near = {_key(t, width): t for t in times}
     drawn = []
-    for name, colour in LINES.items():
+    # A batch that is settled at once has one time for all: one line says so, three would hide each other.
+    same = all(r["p99"] - r["p50"] <= 0.01 * top for r in rows)
+    curves = {"p99": LINES["p50"]} if same else LINES
+    for name, colour in curves.items():
         points = [(_x(near[_key(r["t"], width)], times), _y(r[name], top), r) for r in rows]
         drawn.append(
             f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)}" stroke="{colour}"/>'
         )
         drawn += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
-            f"<title>{name}: {r[name]:.3f} s</title></circle>"
+            f"<title>{datetime.fromtimestamp(r['t'], UTC):%H:%M:%S}: "
+            f"{'all' if same else name} {r[name]:.3f} s</title></circle>"
             for x, y, r in points
         ]
-    return _svg(_frame(times, lines, top, " s") + "".join(drawn)) + _legend(LINES)
+    if len(rows) <= FEW:
+        drawn += [
+            f'<text x="{_x(near[_key(r["t"], width)], times):.1f}" y="{_y(r["p99"], top) - 8:.1f}" '
+            f'class="tick" text-anchor="middle">{r["p99"]:.3g} s</text>'
+            for r in rows
+        ]
+    labels = {"half, nine in ten and 99 in 100 alike": LINES["p50"]} if same else LINES
+    return _svg(_frame(times, lines, top, " s") + "".join(drawn)) + _legend(labels)
 
 
 def _svg(inner: str) -> str:

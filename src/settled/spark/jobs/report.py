@@ -13,7 +13,8 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812
 
 from settled.queue.manifest import Link
-from settled.spark.jobs.export import EPOCH, SCHEMAS, query, table
+from settled.spark.jobs import alerts
+from settled.spark.jobs.export import EPOCH, SCHEMAS, exported, query, table
 from settled.spark.jobs.owners import owners
 from settled.spark.jobs.page import render
 from settled.spark.options import is_nats
@@ -22,26 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 BUCKETS = 60
-FIGURES = "figures"
-
-# name, what is counted, events a minute, over so many minutes: the thresholds of the router's runbook.
-RULES = (
-    (
-        "HighRetryRate",
-        "retries",
-        10.0,
-        5,
-        "more than 10 retries a minute for 5 minutes: whatever is called is overloaded",
-    ),
-    ("RetryExhausted", "exhausted", 0.0, 1, "messages ran out of attempts: whatever is called is away"),
-    (
-        "HighFailureRate",
-        "dead",
-        5.0,
-        5,
-        "more than 5 dead letters a minute for 5 minutes: look at their errors",
-    ),
-)
+TABLES = ("settlements", "dead_letters", "waits")
 
 
 def write_report(
@@ -76,11 +58,10 @@ def of_streams(
     since = EPOCH if hours is None else now - timedelta(hours=hours)
     with Watch(url) as watch:
         found = tables(watch, queue, since, dead_letters)
-        settlements, dead = (
-            spark.createDataFrame(pa.Table.from_pylist(found[name], SCHEMAS[name]))
-            for name in ("settlements", "dead_letters")
+        settlements, dead, waits = (
+            spark.createDataFrame(pa.Table.from_pylist(found.get(name, []), SCHEMAS[name])) for name in TABLES
         )
-        figures = _figures(settlements, dead, watch.lag(queue), now, queue)
+        figures = _figures(settlements, dead, waits, lag=watch.lag(queue), now=now, queue=queue)
         return {**figures, "owners": owners(spark, watch, found["dead_letters"], queue, since)}
 
 
@@ -94,27 +75,31 @@ def compute(
     if isinstance(source, str) and "://" in source:
         with Link(source) as link:
             until = query(link, "horizon")[0]["at"]
-            settlements = table(spark, link, "settlements", since, until, queue)
-            dead = table(spark, link, "dead_letters", since, until, queue)
+            tables = [table(spark, link, name, since, until, queue) for name in TABLES]
             lag = query(link, "lag", queue=queue)
     else:
-        settlements = _exported(spark, Path(source) / "settlements", since, queue)
-        dead = _exported(spark, Path(source) / "dead_letters", since, queue)
-    settlements, dead = settlements.persist(), dead.persist()
+        tables = [_exported(spark, Path(source), name, since, queue) for name in TABLES]
+    tables = [one.persist() for one in tables]
     try:
-        return _figures(settlements, dead, lag, now, queue)
+        return _figures(*tables, lag=lag, now=now, queue=queue)
     finally:
-        settlements.unpersist()
-        dead.unpersist()
+        for one in tables:
+            one.unpersist()
 
 
-def _exported(spark: SparkSession, folder: Path, since: datetime, queue: str | None) -> DataFrame:
-    df = spark.read.parquet(str(folder)).where(F.col("at") >= F.lit(since))
+def _exported(spark: SparkSession, folder: Path, name: str, since: datetime, queue: str | None) -> DataFrame:
+    df = exported(spark, folder, name).where(F.col("at") >= F.lit(since))
     return df.where(F.col("queue") == queue) if queue else df
 
 
 def _figures(
-    settlements: DataFrame, dead: DataFrame, lag: list[dict[str, Any]], now: datetime, queue: str | None
+    settlements: DataFrame,
+    dead: DataFrame,
+    waits: DataFrame,
+    *,
+    lag: list[dict[str, Any]],
+    now: datetime,
+    queue: str | None,
 ) -> dict[str, Any]:
     span = settlements.agg(
         F.min("at"), F.max("at"), F.sum(F.when(F.col("kind") != "seek", F.col("messages")))
@@ -129,8 +114,8 @@ def _figures(
     return {
         "made_at": now.isoformat(timespec="seconds"),
         "queue": queue,
-        "from": first.isoformat(timespec="seconds") if first is not None else None,
-        "to": last.isoformat(timespec="seconds") if last is not None else None,
+        "from": _iso(first),
+        "to": _iso(last),
         "totals": {
             "acked": kinds.get("settled", 0) + kinds.get("auto_ack", 0),
             "retried": kinds.get("failed", 0),
@@ -139,20 +124,23 @@ def _figures(
         },
         "bucket_seconds": width,
         "throughput": _throughput(settlements, width),
-        "latency": _latency(settlements, width),
+        "latency": _percentiles(waits, width),
+        "in_hand": _percentiles(settlements.where("kind = 'settled' and seconds is not null"), width),
         "redeliveries": _redeliveries(settlements),
         "retries_to_success": _retries(settlements, dead),
         "dead_letters": {"errors": errors, "total": sum(e["count"] for e in errors)},
         "lag": lag,
-        "alerts": _alerts(settlements),
+        "alerts": alerts.evaluate(settlements, now),
     }
+
+
+def _iso(at: datetime | None) -> str | None:
+    """A time of Spark's, which is naive and local, in UTC."""
+    return at.astimezone(UTC).isoformat(timespec="seconds") if at is not None else None
 
 
 def _nice(seconds: float) -> float:
     steps = (
-        0.1,
-        0.2,
-        0.5,
         1,
         2,
         5,
@@ -194,10 +182,10 @@ def _throughput(settlements: DataFrame, width: float) -> list[dict[str, Any]]:
     ]
 
 
-def _latency(settlements: DataFrame, width: float) -> list[dict[str, Any]]:
-    timed = settlements.where("kind = 'settled' and seconds is not null and messages > 0")
+def _percentiles(timed: DataFrame, width: float) -> list[dict[str, Any]]:
+    times = timed.withColumn("messages", F.ceil("messages")).where("messages > 0")
     cut = F.expr("percentile(seconds, array(0.5, 0.9, 0.99), messages)")
-    rows = timed.groupBy(_bucket(width)).agg(cut.alias("p")).orderBy("t").collect()
+    rows = times.groupBy(_bucket(width)).agg(cut.alias("p")).orderBy("t").collect()
     return [{"t": r["t"], "p50": r["p"][0], "p90": r["p"][1], "p99": r["p"][2]} for r in rows]
 
 
@@ -247,40 +235,5 @@ def _classes(dead: DataFrame) -> list[dict[str, Any]]:
         F.max("attempts").alias("attempts"),
     )
     return [
-        {**r.asDict(), "last": r["last"].isoformat(timespec="seconds")}
-        for r in rows.orderBy(F.desc("count")).limit(50).collect()
+        {**r.asDict(), "last": _iso(r["last"])} for r in rows.orderBy(F.desc("count")).limit(50).collect()
     ]
-
-
-def _alerts(settlements: DataFrame) -> list[dict[str, Any]]:
-    minute = F.floor(F.col("at").cast("double") / 60).alias("minute")
-    counted = settlements.groupBy(minute).agg(
-        F.sum(F.when(F.col("kind") == "failed", F.col("messages")).otherwise(0)).alias("retries"),
-        F.sum(F.when(F.col("kind") == "dead", F.col("messages")).otherwise(0)).alias("dead"),
-        F.sum(
-            F.when((F.col("kind") == "dead") & (F.col("attempts") > 1), F.col("messages")).otherwise(0)
-        ).alias("exhausted"),
-    )
-    minutes = {int(r["minute"]): r for r in counted.collect()}
-    return [_evaluate(minutes, *rule) for rule in RULES]
-
-
-def _evaluate(
-    minutes: dict[int, Any], name: str, what: str, threshold: float, window: int, text: str
-) -> dict[str, Any]:
-    """Whether the rate was over the threshold in each of so many minutes on end, and when."""
-    fired, streak, worst = [], 0, 0.0
-    for minute in range(min(minutes, default=0), max(minutes, default=-1) + 1):
-        rate = sum(minutes[m][what] for m in range(minute - window + 1, minute + 1) if m in minutes) / window
-        worst = max(worst, rate)
-        streak = streak + 1 if rate > threshold else 0
-        if streak == window:
-            fired.append(datetime.fromtimestamp((minute + 1) * 60, UTC).isoformat(timespec="seconds"))
-    return {
-        "name": name,
-        "fired": fired,
-        "worst_rate": worst,
-        "threshold": threshold,
-        "minutes": window,
-        "text": text,
-    }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from settled.queue.manifest import Link
 from settled.spark.frames import read_queue, settle, settle_each
@@ -14,6 +16,9 @@ from settled.spark.options import is_nats
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
+
+
+log = logging.getLogger("settled.spark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class Progress:
     waiting: int
     failing: int
     seconds: float
+    """From claim to settlement, over all batches: Spark's start and idle times are not counted."""
 
     def line(self) -> str:
         """All of it in a line."""
@@ -38,6 +44,23 @@ class Progress:
             f"{speed:,.0f} msg/s  acked {self.acked:,}  retried {self.retried:,}  dead {self.dead:,}  "
             f"released {self.released:,}  lag {self.waiting:,} + {self.failing:,} to be retried"
         )
+
+
+def live(stream: TextIO) -> Callable[[Progress], None]:
+    """Show progress: one line that is written over on a terminal, elsewhere a line a settled batch."""
+    terminal, shown = stream.isatty(), 0
+
+    def show(progress: Progress) -> None:
+        nonlocal shown
+        if terminal:
+            text = progress.line() if progress.batches else f"lag {progress.waiting:,}, no batch settled yet"
+            stream.write(f"\r  {text:110}")
+        elif progress.batches != shown:
+            stream.write(f"  {progress.line()}\n")
+        shown = progress.batches
+        stream.flush()
+
+    return show
 
 
 def run(
@@ -57,15 +80,25 @@ def run(
 ) -> Progress:
     """Attempt and settle; with `write`, each batch is also given to that function before it is settled.
 
-    Ends when the query is stopped, or with `until_empty` when nothing waits and nothing is to be retried.
+    Ends when the query is stopped, on Ctrl-C, or with `until_empty` when nothing waits and nothing is to be
+    retried.
     """
     with _watch(url) as link:
         # Who neither pushes nor writes needs no row that is acknowledged.
         quiet = to is None and write is None
         df = read_queue(spark, queue, group, url=url, handler=handler, only_failures=quiet, **options)
         after = _newest(link, queue, group)
-        writer = settle(df, to) if write is None else settle_each(df, write, to)
         started = time.monotonic()
+        if isinstance(after, int) and after and "://" not in checkpoint and not Path(checkpoint).exists():
+            log.warning(
+                "queue %r, group %r: no checkpoint at %s, but the group has read %d batches; it goes on "
+                "after them",
+                queue,
+                group,
+                checkpoint,
+                after,
+            )
+        writer = settle(df, to) if write is None else settle_each(df, write, to)
         query: StreamingQuery = writer.option("checkpointLocation", checkpoint).start()
         try:
             while True:
@@ -74,6 +107,9 @@ def run(
                 on_progress(progress)
                 if not query.isActive or (until_empty and not progress.waiting and not progress.failing):
                     return progress
+        except KeyboardInterrupt:
+            query.stop()
+            return _progress(link, queue, group, after, time.monotonic() - started)
         finally:
             query.stop()
 
@@ -94,9 +130,10 @@ def _newest(link: Any, queue: str, group: str) -> Any:
     return rows[0]["newest"] if rows else 0
 
 
-def _progress(link: Any, queue: str, group: str, after: Any, seconds: float) -> Progress:
+def _progress(link: Any, queue: str, group: str, after: Any, elapsed: float) -> Progress:
     if not isinstance(link, Link):
-        return Progress(**link.progress(queue, group, after), seconds=seconds)
+        return Progress(**link.progress(queue, group, after), seconds=elapsed)
     totals = link.rows("totals", queue=queue, group=group, after=after)[0]
+    seconds = link.rows("busy", queue=queue, group=group, after=after)[0]["seconds"]
     lag = link.rows("lag", queue=queue, group=group) or [{"waiting": 1, "failing": 0}]
     return Progress(**totals, **lag[0], seconds=seconds)

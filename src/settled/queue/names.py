@@ -1,0 +1,27 @@
+"""Names the queue gives: that of its schema, and those of leases."""
+
+from __future__ import annotations
+
+import os
+from uuid import UUID
+
+SCHEMA = "settled"
+
+
+def new_lease(lane_id: int, group_id: int, *, wide: bool) -> str:
+    """A lease id, a UUIDv8: 40 bits lane, 20 bits group, 1 bit "covers other lanes too", 61 random bits."""
+    random = int.from_bytes(os.urandom(8), "big") & (2**61 - 1)
+    high = lane_id << 24 | (group_id >> 12) << 16 | 0x8000 | group_id & 0xFFF
+    return str(UUID(int=high << 64 | 0b10 << 62 | wide << 61 | random))
+
+
+def read_lease(lease_id: str) -> tuple[int, int, bool] | None:
+    """(lane, group, covers other lanes too) of a lease id, or None if it is not one of ours."""
+    try:
+        number = UUID(lease_id).int
+    except (ValueError, AttributeError, TypeError):
+        return None
+    high = number >> 64
+    if high >> 12 & 0xF != 8:
+        return None
+    return high >> 24, (high >> 16 & 0xFF) << 12 | high & 0xFFF, bool(number >> 61 & 1)

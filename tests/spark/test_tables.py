@@ -1,0 +1,70 @@
+"""Batches go to tables of other kinds: once each, also when a crash makes Spark repeat one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+
+from settled import Reject
+from settled.spark import read_queue, settle_each, to_delta, to_iceberg, to_parquet
+from tests.spark.conftest import Shop, finished
+
+
+def test_a_repeated_batch_replaces_what_it_wrote_to_parquet_delta_and_iceberg(
+    spark: SparkSession, shop: Shop, checkpoint: str, tmp_path: Path
+) -> None:
+    import deltalake
+    from pyiceberg.catalog import load_catalog
+
+    queue, crashed = shop.queue(), tmp_path / "crashed"
+    catalog = {
+        "type": "sql",
+        "uri": f"sqlite:///{tmp_path}/catalog.db",
+        "warehouse": f"file://{tmp_path}/ice",
+    }
+    writers = [
+        to_parquet(str(tmp_path / "files")),
+        to_delta(str(tmp_path / "delta")),
+        to_iceberg("shop.invoices", **catalog),
+    ]
+
+    def charge(order: dict[str, int]) -> dict[str, int]:
+        # What came of an order before the crash is not what comes of it afterwards.
+        if order["id"] == (2 if crashed.exists() else 1):
+            raise Reject("not this time")
+        return {"order": order["id"]}
+
+    def write(rows: DataFrame, number: int) -> None:
+        for writer in writers:
+            writer(rows, number)
+        if not crashed.exists():
+            crashed.touch()
+            raise RuntimeError("written, but not settled")
+
+    def run() -> None:
+        df = read_queue(spark, queue, "g", url=shop.dsn, handler=charge, result="order bigint")
+        finished(settle_each(df, write).option("checkpointLocation", checkpoint))
+
+    def tables() -> list[list[Any]]:
+        delta = deltalake.DeltaTable(str(tmp_path / "delta")).to_pyarrow_table()
+        iceberg = load_catalog("default", **catalog).load_table("shop.invoices").scan().to_arrow()
+        files = spark.read.parquet(str(tmp_path / "files")).select("order", "settled_batch").collect()
+        return [
+            sorted(zip(t["order"].to_pylist(), t["settled_batch"].to_pylist(), strict=True))
+            for t in (delta, iceberg)
+        ] + [sorted((row["order"], row["settled_batch"]) for row in files)]
+
+    shop.push(queue, [{"id": i} for i in range(4)], lanes=2)
+    with pytest.raises(StreamingQueryException, match="written, but not settled"):
+        run()
+    assert tables() == [[(0, 1), (2, 1), (3, 1)]] * 3
+    run()
+    assert tables() == [[(0, 1), (1, 1), (3, 1)]] * 3
+    assert shop.totals(queue) == {"messages": 4, "acked": 3, "dead": 1, "batches": 1}
+    shop.push(queue, [{"id": 4}], lanes=1)
+    run()
+    assert tables() == [[(0, 1), (1, 1), (3, 1), (4, 2)]] * 3
