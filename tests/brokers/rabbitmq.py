@@ -86,7 +86,7 @@ class RabbitServer:
     def start(self) -> RabbitServer:
         with (self.directory / "log").open("ab") as log:
             if self._epmd is None:
-                epmd = [self._runtime / "epmd", "-port", str(self._epmd_port), "-address", "127.0.0.1"]
+                epmd = [str(self._runtime / "epmd"), "-port", str(self._epmd_port), "-address", "127.0.0.1"]
                 self._epmd = subprocess.Popen(epmd, env=self._environment, stdout=log, stderr=log)
                 if not wait_for(
                     self._epmd_port, lambda: self._epmd is not None and self._epmd.poll() is None

@@ -26,13 +26,13 @@ class Kind:
 _POSTGRES = Kind("settled.transports.postgres", "PostgresTransport", "queue")
 _HTTP = Kind("settled.transports.http", "HttpTransport", "client")
 _NATS = Kind("settled.transports.nats", "NatsTransport", "nats", creates=True)
-_KAFKA = Kind("settled.transports.kafka", "KafkaTransport", "kafka")
-_REDIS = Kind("settled.transports.redis", "RedisTransport", "redis")
-_RABBITMQ = Kind("settled.transports.rabbitmq", "RabbitTransport", "rabbitmq")
+_KAFKA = Kind("settled.transports.kafka", "KafkaTransport", "kafka", creates=True)
+_REDIS = Kind("settled.transports.redis", "RedisTransport", "redis", creates=True)
+_RABBITMQ = Kind("settled.transports.rabbitmq", "RabbitTransport", "rabbitmq", creates=True)
 _MQTT = Kind("settled.transports.mqtt", "MqttTransport", "mqtt")
-_SQS = Kind("settled.transports.sqs", "SqsTransport", "sqs")
+_SQS = Kind("settled.transports.sqs", "SqsTransport", "sqs", creates=True)
 _SERVICEBUS = Kind("settled.transports.servicebus", "ServiceBusTransport", "servicebus")
-_PUBSUB = Kind("settled.transports.pubsub", "PubSubTransport", "pubsub")
+_PUBSUB = Kind("settled.transports.pubsub", "PubSubTransport", "pubsub", creates=True)
 
 KINDS = {
     "postgresql": _POSTGRES,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -46,13 +47,14 @@ class KafkaChannel:
     """
 
     capabilities = Capabilities(
-        nack=NackMeans.REWIND, attempts=Attempts.HEADER, delay=DelayMeans.HELD, wakes=True
+        nack=NackMeans.REWIND, attempts=Attempts.HEADER, delay=DelayMeans.HELD, wakes=True, lanes=True
     )
 
     def __init__(self, transport: KafkaTransport, source: Source, settings: Settled) -> None:
         self._transport = transport
         self._source = source
         self._settings = settings
+        self.capabilities = replace(self.capabilities, lease=settings.lease)
         self._group = source.group or DEFAULT_GROUP
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._paused: set[tuple[str, int]] = set()

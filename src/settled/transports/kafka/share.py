@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
@@ -73,6 +74,9 @@ class ShareDelivery(Delivery):
         )
 
 
+SHARED = Capabilities(nack=NackMeans.RELEASE, delay=DelayMeans.HELD, extends=False, wakes=True, lanes=True)
+
+
 class ShareChannel:
     """One member of a share group.
 
@@ -82,13 +86,7 @@ class ShareChannel:
     """
 
     def __init__(self, transport: KafkaTransport, source: Source, settings: Settled) -> None:
-        self.capabilities = Capabilities(
-            nack=NackMeans.RELEASE,
-            delay=DelayMeans.HELD,
-            extends=False,
-            wakes=True,
-            max_attempts=settings.max_attempts,
-        )
+        self.capabilities = replace(SHARED, lease=settings.lease, max_attempts=settings.max_attempts)
         self._transport = transport
         self._source = source
         self._settings = settings

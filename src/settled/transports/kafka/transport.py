@@ -6,6 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Publis
 from settled.transports.kafka.channel import KafkaChannel, logger
 from settled.transports.kafka.records import outgoing
 from settled.transports.kafka.settings import DEFAULT_GROUP, Address, Config
-from settled.transports.kafka.share import ShareChannel
+from settled.transports.kafka.share import SHARED, ShareChannel
 from settled.transports.letters import destination, letter
 from settled.transports.looped import LoopTransport
 
@@ -82,6 +83,9 @@ class KafkaTransport(LoopTransport[Writer]):
     'not connected to 127.0.0.1:9092'
     """
 
+    capabilities = KafkaChannel.capabilities
+    variants = MappingProxyType({"share groups": SHARED})
+
     def __init__(self, url: str, *, timeout: float = 10.0) -> None:
         super().__init__()
         self.address = Address.parse(url)
@@ -129,6 +133,10 @@ class KafkaTransport(LoopTransport[Writer]):
         found = msgspec.json.decode(text, type=_Statistics)
         if any(broker.state == "UP" for broker in found.brokers.values()):
             self.heard()
+
+    def refuses(self, error: Exception) -> bool:
+        codes = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.INVALID_RECORD)
+        return isinstance(error, KafkaException) and error.args[0].code() in codes
 
     def broker(self) -> BrokerStatus:
         servers = self.address.servers

@@ -80,6 +80,16 @@ class Hub:
             await self._publisher.close()
 
 
+CAPABILITIES = Capabilities(
+    nack=NackMeans.REWIND,
+    attempts=Attempts.NONE,
+    reject=RejectMeans.PUBLISH,
+    delay=DelayMeans.HELD,
+    extends=False,
+    wakes=True,
+)
+
+
 class MqttTransport(LoopTransport[Hub]):
     """Topics on an MQTT 5 broker, read with QoS 1 in a session that outlives the process.
 
@@ -90,6 +100,8 @@ class MqttTransport(LoopTransport[Hub]):
     `session_expiry`, `backoff`, `keepalive`, `unheard=true` (publishing where nobody subscribes is no
     error), and for TLS `ca_certs`, `certfile`, `keyfile`, `insecure`.
     """
+
+    capabilities = CAPABILITIES
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -195,14 +207,7 @@ class MqttTransport(LoopTransport[Hub]):
 class MqttChannel:
     """One performer's end of a session."""
 
-    capabilities = Capabilities(
-        nack=NackMeans.REWIND,
-        attempts=Attempts.NONE,
-        reject=RejectMeans.PUBLISH,
-        delay=DelayMeans.HELD,
-        extends=False,
-        wakes=True,
-    )
+    capabilities = CAPABILITIES
 
     def __init__(self, transport: MqttTransport, source: Source) -> None:
         self._transport = transport

@@ -99,7 +99,7 @@ class PubSubChannel:
         self._poll: Poll[PubSubDelivery] = Poll(self._fetch)
         self._together: Together[PubSubDelivery] = Together(source.channel, self._ack_all)
         self._holding: set[asyncio.Task[None]] = set()
-        self.capabilities = _capabilities(known)
+        self.capabilities = capabilities(known)
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         return await self._poll.take(limit, timeout)
@@ -225,12 +225,16 @@ class PubSubChannel:
         return [lost.get(mine.ack_id) for mine in acked]
 
 
-def _capabilities(found: pubsub.Subscription | None) -> Capabilities:
+def capabilities(found: pubsub.Subscription | None) -> Capabilities:
     if found is None:
-        return Capabilities(wakes=True)
+        return Capabilities(wakes=True, lanes=True)
     limit = found.dead_letter_policy.max_delivery_attempts or None
     return Capabilities(
-        attempts=Attempts.NONE if limit is None else Attempts.BROKER, wakes=True, max_attempts=limit
+        attempts=Attempts.NONE if limit is None else Attempts.BROKER,
+        wakes=True,
+        lanes=True,
+        lease=found.ack_deadline_seconds,
+        max_attempts=limit,
     )
 
 

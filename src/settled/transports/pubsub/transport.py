@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
-from google.api_core.exceptions import AlreadyExists, GoogleAPICallError, NotFound, PermissionDenied
+from google.api_core.exceptions import (
+    AlreadyExists,
+    GoogleAPICallError,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+)
 from google.pubsub_v1 import PublisherAsyncClient, PubsubMessage, SubscriberAsyncClient
 from google.pubsub_v1 import types as pubsub
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcAsyncIOTransport
@@ -19,7 +25,7 @@ from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcAsyncI
 from settled.signals import ConfigurationError
 from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Published, Source
 from settled.transports.looped import LoopTransport
-from settled.transports.pubsub.channel import ID, PubSubChannel
+from settled.transports.pubsub.channel import ID, PubSubChannel, capabilities
 from settled.transports.pubsub.settings import DEFAULTS, Subscription
 from settled.transports.urls import flag, parse, seconds
 
@@ -58,6 +64,8 @@ class PubSubTransport(LoopTransport[_Clients]):
     'not connected to project my-project'
     """
 
+    capabilities = capabilities(None)
+
     def __init__(self, url: str) -> None:
         super().__init__()
         known: dict[str, Callable[[str], Any]] = {
@@ -94,6 +102,9 @@ class PubSubTransport(LoopTransport[_Clients]):
             self._trouble = f"project {self._project}: {error}" if away else None
             raise
         self._trouble = None
+
+    def refuses(self, error: Exception) -> bool:
+        return isinstance(error, InvalidArgument)
 
     def broker(self) -> BrokerStatus:
         return BrokerStatus(connected=self._trouble is None, detail=self._trouble or self._project)

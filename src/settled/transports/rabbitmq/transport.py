@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from settled.signals import ConfigurationError
 from settled.transports.base import BrokerStatus, Outgoing, Published, Source
 from settled.transports.looped import LoopTransport
-from settled.transports.rabbitmq.channel import RabbitChannel, dead_letters_of
+from settled.transports.rabbitmq.channel import RabbitChannel, capabilities, dead_letters_of
 from settled.transports.rabbitmq.link import Link, PublishFailed
 from settled.transports.rabbitmq.queues import Facts, RabbitQueue, prepare
 
@@ -24,6 +24,8 @@ class RabbitTransport(LoopTransport[Link]):
     publishes there and binds what is made to it, `backoff=5` is how long a failed message waits; and those of
     aio-pika (`heartbeat`, `name`, `cafile`, `certfile`, `keyfile`, …).
     """
+
+    capabilities = capabilities(None)
 
     def __init__(self, url: str) -> None:
         super().__init__()

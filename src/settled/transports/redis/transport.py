@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 from redis.asyncio import ConnectionPool, Redis
@@ -56,6 +57,9 @@ class RedisTransport(LoopTransport[Pool]):
     >>> RedisTransport("redis://localhost:6379/0").broker().detail
     'not connected to localhost:6379'
     """
+
+    capabilities = StreamChannel.capabilities
+    variants = MappingProxyType({"lists": ListChannel.capabilities})
 
     def __init__(self, url: str) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -58,6 +59,9 @@ class Bus(Protocol):
     def watch(self, error: BaseException | None) -> None: ...
 
 
+CAPABILITIES = Capabilities(reject=RejectMeans.NATIVE, delay=DelayMeans.PARKED, wakes=True, lanes=True)
+
+
 class ServiceBusChannel:
     """One subscription's end of a queue, or of a topic's subscription.
 
@@ -82,10 +86,10 @@ class ServiceBusChannel:
         self._held: dict[asyncio.Task[None], ServiceBusDelivery] = {}
         self._bell = Bell()
         self._quiet_since = 0.0
-        self.capabilities = Capabilities(
+        self.capabilities = replace(
+            CAPABILITIES,
             reject=RejectMeans.NATIVE if source.dead_letter is None else RejectMeans.PUBLISH,
             delay=DelayMeans.HELD if self._holds else DelayMeans.PARKED,
-            wakes=True,
             max_attempts=settings.max_delivery_count,
         )
 

@@ -7,17 +7,19 @@ import contextlib
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
 from azure.servicebus import NEXT_AVAILABLE_SESSION, ServiceBusMessage, TransportType
 from azure.servicebus.aio import ServiceBusClient
-from azure.servicebus.exceptions import MessagingEntityNotFoundError
+from azure.servicebus.exceptions import MessageSizeExceededError, MessagingEntityNotFoundError
 
 from settled.signals import ConfigurationError
-from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Published, Source
+from settled.transports.base import AsyncChannel, BrokerStatus, DelayMeans, Outgoing, Published, Source
 from settled.transports.looped import LoopTransport
-from settled.transports.servicebus.channel import ServiceBusChannel
+from settled.transports.servicebus.channel import CAPABILITIES, ServiceBusChannel
 from settled.transports.servicebus.delivery import outgoing
 from settled.transports.servicebus.settings import DEFAULTS, Entity, Place
 from settled.transports.urls import flag, parse, seconds
@@ -67,6 +69,9 @@ class ServiceBusTransport(LoopTransport[_Bus]):
     >>> ServiceBusTransport("servicebus://shop.servicebus.windows.net").broker().detail
     'not connected to shop.servicebus.windows.net'
     """
+
+    capabilities = CAPABILITIES
+    variants = MappingProxyType({"sessions": replace(CAPABILITIES, delay=DelayMeans.HELD)})
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -125,6 +130,9 @@ class ServiceBusTransport(LoopTransport[_Bus]):
     def watch(self, error: BaseException | None) -> None:
         """Remember whether Service Bus could be reached."""
         self._trouble = None if error is None else f"{self._host}: {error}"
+
+    def refuses(self, error: Exception) -> bool:
+        return isinstance(error, MessageSizeExceededError)
 
     def broker(self) -> BrokerStatus:
         return BrokerStatus(connected=self._trouble is None, detail=self._trouble or self._host)

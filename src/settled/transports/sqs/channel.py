@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -80,6 +81,9 @@ class SqsDelivery(BatchedDelivery):
         )
 
 
+CAPABILITIES = Capabilities(wakes=True)
+
+
 class SqsChannel:
     """One subscription's end of a queue.
 
@@ -96,7 +100,10 @@ class SqsChannel:
         self._settings = settings
         self._poll: Poll[SqsDelivery] = Poll(self._fetch)
         self._together: Together[SqsDelivery] = Together(source.channel, self._delete_all)
-        self.capabilities = Capabilities(wakes=True, max_attempts=known.max_attempts if known else None)
+        self.capabilities = CAPABILITIES
+        if known is not None:
+            lease = float(settings.visibility or known.visibility)
+            self.capabilities = replace(CAPABILITIES, lease=lease, max_attempts=known.max_attempts)
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         return await self._poll.take(limit, timeout)

@@ -7,6 +7,8 @@ import functools
 import math
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,7 +19,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from settled.signals import ConfigurationError
 from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Published, Source
 from settled.transports.looped import LoopTransport
-from settled.transports.sqs.channel import SqsChannel
+from settled.transports.sqs.channel import CAPABILITIES, SqsChannel
 from settled.transports.sqs.queues import DEFAULTS, Found, Queue, Redrive
 from settled.transports.sqs.wire import body_of, in_attributes
 from settled.transports.urls import flag, parse, seconds
@@ -54,6 +56,9 @@ class SqsTransport(LoopTransport[_Client]):
     >>> SqsTransport("sqs://eu-west-1").broker().detail
     'not connected to eu-west-1'
     """
+
+    capabilities = CAPABILITIES
+    variants = MappingProxyType({"FIFO queues": replace(CAPABILITIES, lanes=True)})
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -109,6 +114,10 @@ class SqsTransport(LoopTransport[_Client]):
             raise
         self._trouble = None
         return answer
+
+    def refuses(self, error: Exception) -> bool:
+        codes = ("InvalidParameterValue", "InvalidMessageContents")
+        return isinstance(error, ClientError) and error.response["Error"]["Code"] in codes
 
     def broker(self) -> BrokerStatus:
         return BrokerStatus(connected=self._trouble is None, detail=self._trouble or self._where)
