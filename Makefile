@@ -8,9 +8,9 @@ run: .venv/run-installed
 	@$(BIN)/python -m settled.spark.jobs.demo
 
 test: .venv/dev-installed
-	@# Most tests wait for a broker, so two run at a time; Spark wants both cores for itself.
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/spark
-	$(BIN)/python -m pytest tests/spark
+	@# Most tests wait for a broker, so six files run at a time; Spark needs the cores, and has two.
+	$(BIN)/python -m pytest -n 6 --dist loadfile --ignore tests/spark
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/spark
 
 check: lint types imports
 

@@ -39,7 +39,7 @@ RULES = (
     ),
     Rule(
         "RouterCAFRetryExhausted",
-        "kind = 'dead' and attempts > 0",
+        "kind = 'dead' and attempts > 1",
         0,
         1,
         "messages died after they were tried again: whatever the handler calls is away",
@@ -60,7 +60,7 @@ RULES = (
     ),
     Rule(
         "RouterJetStreamMaxDeliverExhausted",
-        "kind = 'dead' and attempts > 0",
+        "kind = 'dead' and attempts > 1",
         0,
         5,
         "messages go on dying after their last delivery",

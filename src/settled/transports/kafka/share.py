@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ T = TypeVar("T")
 _SLICE = 0.1
 _FLUSH_AFTER = 0.05
 _COMMIT_WITHIN = 10.0
+_LEAVE_WITHIN = 5.0
 # The record's state is invalid; the session was not found, or has another epoch: its locks are gone.
 _GONE = {121, 122, 123}
 
@@ -193,14 +195,20 @@ class ShareChannel:
         self._fresh.clear()
         self._out.clear()
         await self._quietly(self._release, left)
-        await self._run(self._leave)
         self._thread = None
         thread.shutdown(wait=False)
+        await self._leave()
 
-    def _leave(self) -> None:
+    async def _leave(self) -> None:
         consumer, self._consumer = self._consumer, None
-        if consumer is not None:
-            consumer.close()
+        if consumer is None:
+            return
+        # The client's close may never return, and must not keep the process from ending then.
+        leaving = threading.Thread(target=consumer.close, name="settled-kafka-leave", daemon=True)
+        leaving.start()
+        await asyncio.to_thread(leaving.join, _LEAVE_WITHIN)
+        if leaving.is_alive():
+            logger.warning("%s: group %s not left in time", self._source.channel, self._group)
 
     def _mine(self, delivery: Delivery) -> ShareDelivery:
         if not isinstance(delivery, ShareDelivery):
