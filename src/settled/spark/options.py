@@ -57,8 +57,8 @@ class Options:
             raise BadRequest(
                 "option url",
                 url,
-                "Spark reads the queue's database: give its postgresql:// address; `settled serve` prints it; "
-                "or a NATS server's, nats://…",
+                "Spark reads the queue's database: give its postgresql:// address; `settled serve` prints "
+                "it; or a NATS server's, nats://…",
             )
         else:
             _nats_only(own)
