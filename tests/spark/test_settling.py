@@ -369,7 +369,7 @@ def test_a_handler_that_cannot_work_is_refused_before_the_query_starts(
     queue = shop.queue()
     with pytest.raises(ConfigurationError, match="write def, not async def"):
         read_queue(spark, queue, "g", url=shop.dsn, handler=later)
-    with pytest.raises(BadRequest, match=r"give its postgresql:// address.*got 'http://127.0.0.1:6632'"):
+    with pytest.raises(BadRequest, match=r"must be the queue's database.*got 'http://127.0.0.1:6632'"):
         read_queue(spark, queue, "g", url="http://127.0.0.1:6632")
     with pytest.raises(Conflict, match="read_queue"):
         spark.range(1).transform(attempt(charge))

@@ -57,8 +57,8 @@ class Options:
             raise BadRequest(
                 "option url",
                 url,
-                "Spark reads the queue's database: give its postgresql:// address; `settled serve` prints "
-                "it; or a NATS server's, nats://…",
+                "must be the queue's database, postgresql://…, which `settled serve` prints, or a NATS "
+                "server, nats://…; http:// has no segments to read",
             )
         else:
             _nats_only(own)
