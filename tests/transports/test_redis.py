@@ -434,6 +434,21 @@ def test_a_wrong_option_is_named(query: str, words: str) -> None:
         RedisTransport(f"redis://localhost?{query}")
 
 
+def test_a_crowd_that_publishes_at_once_waits_its_turn(stream: RedisBroker) -> None:
+    async def crowd() -> None:
+        sent = [Outgoing(subject=stream.queue, data=b"%d" % n) for n in range(300)]
+        await asyncio.gather(*(stream.transport.push(message) for message in sent))
+
+    stream.portal.run(crowd())
+    channel = stream.channel()
+    found: set[bytes] = set()
+    while len(found) < 300:
+        for delivery in channel.receive(100, 10):
+            found.add(delivery.data)
+            channel.ack(delivery)
+    assert found == {b"%d" % n for n in range(300)}
+
+
 def test_publishing_may_trim_a_stream(valkey: Server) -> None:
     async def main() -> int:
         transport = RedisTransport(f"{valkey.url}?maxlen=100")

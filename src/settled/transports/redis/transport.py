@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from settled.transports.redis.lists import ListChannel, element
 from settled.transports.redis.settings import Options, parse, reading
 from settled.transports.redis.streams import StreamChannel, prepare, scheduled, written
 
+# Each has a connection of its own while it waits for the answer.
+_PUBLISH_AT_ONCE = 32
 _SCRIPTS = resources.files("settled.transports.redis").joinpath("scripts")
 
 
@@ -32,6 +35,7 @@ class Pool:
         self.redis = redis
         self._transport = transport
         self._scripts: dict[str, AsyncScript] = {}
+        self.turns = asyncio.Semaphore(_PUBLISH_AT_ONCE)
 
     async def run(self, name: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         """Run a script, which the server keeps."""
@@ -130,8 +134,14 @@ class RedisTransport(LoopTransport[Pool]):
                 f"publish to {message.subject!r}: Redis has no lanes, got lane={message.lane!r}; for order, "
                 "read with one performer and a stream of its own"
             )
-        redis = (await self.connection()).redis
+        pool = await self.connection()
         id_ = message.id or uuid.uuid4().hex
+        async with pool.turns:
+            await self._write(pool.redis, message, id_)
+        self.lost(None)
+        return Published(id=id_)
+
+    async def _write(self, redis: Redis, message: Outgoing, id_: str) -> None:
         is_list = self.options.lists or message.subject in self._lists
         whole = element(message, id_) if is_list else scheduled(message, id_)
         if message.delay > 0:
@@ -142,5 +152,3 @@ class RedisTransport(LoopTransport[Pool]):
         else:
             trim = ["MAXLEN", "~", self.options.maxlen] if self.options.maxlen else []
             await redis.execute_command("XADD", message.subject, *trim, "*", *written(message, id_))  # type: ignore[no-untyped-call]
-        self.lost(None)
-        return Published(id=id_)
