@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 from asyncpg import BitString
 
+from settled.queue.db import listed
 from settled.queue.soon import tell
 from settled.queue.types import Acked, AckResult
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from settled.queue.soon import Done
     from settled.queue.types import AckItem
 
-SETTLE_ACKS = "select * from settle_acks($1, $2, $3, $4, $5, $6, $7, $8, $9)"
+SETTLE_ACKS = (
+    "select * from settle_acks($1, $2::text::bigint[], $3::text::int[], $4::text::uuid[], $5, "
+    "$6::text::bigint[], $7::text::bigint[], $8::text::int[], $9::text::real[])"
+)
 HANDLED = ("completed", "success")
 REVERSED = bytes(int(f"{i:08b}"[::-1], 2) for i in range(256))
 
@@ -157,14 +161,14 @@ class AckQueue:
         rows = await link.fetch(
             SETTLE_ACKS,
             self._worker,
-            [lease.lane_id for lease in leases],
-            [lease.group_id for lease in leases],
-            [lease.id for lease in leases],
+            listed([lease.lane_id for lease in leases]),
+            listed([lease.group_id for lease in leases]),
+            listed([lease.id for lease in leases]),
             bits,
-            firsts,
-            lasts,
-            counts,
-            [max(0.0, now - lease.popped_at) for lease in leases],
+            listed(firsts),
+            listed(lasts),
+            listed(counts),
+            listed([max(0.0, now - lease.popped_at) for lease in leases]),
         )
         return rows[0]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from settled.queue import dedup, sealing, segment
 from settled.queue.errors import BadRequest
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from settled.queue.types import PushItem
 
 TX_LIMIT = 255
+log = logging.getLogger("settled.queue")
 
 
 class Duplicate(Exception):
@@ -35,44 +38,48 @@ class Gone(Exception):
         super().__init__(f"partition {partition!r} of {queue!r} was deleted")
 
 
-def _nobody() -> None:
+def _nobody(_: Chunk) -> None:
     """Nobody waits for this chunk."""
 
 
 class Chunk:
-    """The items of one request for one lane; `results` are filled in and `done` is called once."""
+    """The items of one request for one lane; `results` are filled in and `done` is called with it, once."""
 
     __slots__ = ("done", "error", "hashes", "headers", "ids", "lane", "payloads", "results", "tx")
 
-    def __init__(self, lane: Lane, items: Sequence[PushItem] = ()) -> None:
+    def __init__(
+        self, lane: Lane, tx: list[bytes] | None = None, payloads: list[bytes] | None = None
+    ) -> None:
+        """With plain JSON messages, an empty transaction id standing for none; or empty, to be extended."""
         self.lane = lane
         self.ids: list[bytes] | None = None  # only where messages got their ids before, as scheduled ones
-        self.tx: list[bytes] = []
-        self.payloads: list[bytes] = []
-        self.headers: list[bytes] = []
-        self.hashes: list[int] = []
+        self.tx = tx or []
+        self.payloads = payloads or []
+        self.headers: list[bytes] = [b""] * len(self.tx)
+        self.hashes: list[int] = (dedup.fingerprints(tx) if tx[0] else [0] * len(tx)) if tx else []
         self.results: list[tuple[str, bool]] = []  # message id, is a duplicate
         self.error: Exception | None = None
-        self.done: Callable[[], None] = _nobody
-        if items:
-            self.extend(items)
+        self.done: Callable[[Chunk], None] = _nobody
 
     def rows(self) -> Iterator[tuple[bytes, int, bytes, bytes]]:
         """Transaction id, its hash, payload and headers of each item."""
         return zip(self.tx, self.hashes, self.payloads, self.headers, strict=True)
 
     def finish(self) -> None:
-        """Tell the caller, once; it is forgotten then, or the two would keep each other in memory."""
+        """Tell the caller, once; it is forgotten then, or the two would keep each other in memory.
+
+        Requests share a flush, so one that cannot take its answer must not stop the others.
+        """
         done, self.done = self.done, _nobody
-        done()
+        try:
+            done(self)
+        except Exception as error:
+            log.exception("an answer could not be delivered")
+            self.error = error
+            with suppress(Exception):
+                done(self)
 
-    def put(self, tx: list[bytes], payloads: list[bytes]) -> None:
-        """Take plain JSON messages; an empty transaction id stands for none."""
-        self.tx, self.payloads = tx, payloads
-        self.headers = [b""] * len(tx)
-        self.hashes = dedup.fingerprints(tx) if tx[0] else [0] * len(tx)
-
-    def extend(self, items: Sequence[PushItem]) -> None:
+    def extend(self, items: Sequence[PushItem]) -> Self:
         """Take items; a bad one is refused before anybody else's is touched."""
         if self.lane.queue.options.encryption_enabled:
             sealing.check(self.lane.queue.name)
@@ -94,6 +101,7 @@ class Chunk:
                 headers.append(segment.pack_headers(given, item.content_type, item.trace_id, item.producer))
             else:
                 headers.append(b"")
+        return self
 
 
 def plain_ids(given: Sequence[str | None]) -> list[bytes] | None:
@@ -130,9 +138,7 @@ class Batch:
         "body",
         "chunks",
         "hashes",
-        "headers",
         "lane",
-        "payloads",
         "places",
         "tx",
         "whole",
@@ -142,31 +148,29 @@ class Batch:
         self.lane = lane
         self.chunks = chunks
         self.base = segment.new_base()
-        self.tx: list[bytes] = []
-        self.hashes: list[int] = []
-        self.payloads: list[bytes] = []
-        self.headers: list[bytes] = []
-        self.places: list[
-            list[int | str]
-        ] = []  # for each chunk's item: its place here, or the first message's id
-        self.body = b""
         self.answered = False
-        self.whole = False  # one chunk, as it came
+
+    def meets(self) -> bool:
+        """Whether the lane may have one of these ids already."""
+        remembered = self.lane.remembered
+        return any(remembered.meets(chunk.hashes) for chunk in self.chunks)
 
     def fill(self, duplicates: dict[bytes, str]) -> None:
         """Lay out the chunks, leaving out what the lane has already and what comes twice."""
-        self.whole = False
-        self.tx, self.hashes, self.payloads, self.headers, self.places = [], [], [], [], []
-        ids: list[bytes] | None = None
-        if len(self.chunks) == 1 and not duplicates and self.chunks[0].ids is None:
-            chunk = self.chunks[0]
-            if len(set(chunk.hashes)) == len(chunk.hashes) or not any(chunk.hashes):
-                self.whole = True
-                self.tx, self.hashes, self.payloads = chunk.tx, chunk.hashes, chunk.payloads
-                self.headers = chunk.headers
-                self.body = segment.encode(self.base, self.tx, self.payloads, self.headers)
+        chunk = self.chunks[0]
+        if len(self.chunks) == 1 and not duplicates and chunk.ids is None:
+            hashes = chunk.hashes
+            if len(hashes) == 1 or len(set(hashes)) == len(hashes) or not any(hashes):
+                self.whole = True  # one chunk, as it came
+                self.tx, self.hashes = chunk.tx, hashes
+                self.body = segment.encode(self.base, chunk.tx, chunk.payloads, chunk.headers)
                 self._seal()
                 return
+        self.whole = False
+        self.tx, self.hashes, payloads, all_headers = [], [], [], []
+        # For each chunk's item: its place here, or the first message's id.
+        self.places: list[list[int | str]] = []
+        ids: list[bytes] | None = None
         seen: dict[bytes, int] = {}
         for chunk in self.chunks:
             places: list[int | str] = []
@@ -183,13 +187,13 @@ class Batch:
                     places.append(len(self.tx))
                     self.tx.append(tx)
                     self.hashes.append(key)
-                    self.payloads.append(payload)
-                    self.headers.append(headers)
+                    payloads.append(payload)
+                    all_headers.append(headers)
                     if chunk.ids is not None and ids is not None:
                         ids.append(chunk.ids[at])
             self.places.append(places)
         own = b"".join(ids) if ids is not None else None
-        self.body = segment.encode(self.base, self.tx, self.payloads, self.headers, own) if self.tx else b""
+        self.body = segment.encode(self.base, self.tx, payloads, all_headers, own) if self.tx else b""
         self._seal()
 
     def _seal(self) -> None:
@@ -201,7 +205,7 @@ class Batch:
         self.answered = True
         ids = segment.id_texts(self.base, len(self.tx))
         if self.whole:
-            self.chunks[0].results = [*zip(ids, repeat(False))]
+            self.chunks[0].results = [(ids[0], False)] if len(ids) == 1 else [*zip(ids, repeat(False))]
             self.chunks[0].finish()
             return
         for chunk, places in zip(self.chunks, self.places, strict=True):

@@ -40,7 +40,13 @@ class SegmentCache:
         key = (lane_id, first_seq)
         if key not in self._segments:
             self._segments[key] = (created_us, raw)
-            insort(self._starts.setdefault(lane_id, []), first_seq)
+            starts = self._starts.get(lane_id)
+            if starts is None:
+                self._starts[lane_id] = [first_seq]
+            elif first_seq > starts[-1]:
+                starts.append(first_seq)
+            else:
+                insort(starts, first_seq)
             self._grow(len(raw) + 200)
 
     def _cover(self, lane_id: int, first_seq: int, end_seq: int) -> None:

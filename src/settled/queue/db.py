@@ -15,7 +15,7 @@ from settled.queue.errors import QueueError, Unavailable
 from settled.queue.names import SCHEMA
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
 MIGRATION_LOCK = 0x5E771ED
 
@@ -29,6 +29,15 @@ _GONE = (
     asyncpg.exceptions.InsufficientResourcesError,
     asyncpg.exceptions.InvalidCatalogNameError,
 )
+
+
+def listed(values: Iterable[object]) -> str:
+    """Numbers or uuids as the text of an array, to be cast: the client takes much longer over a list.
+
+    >>> listed([1, 2])
+    '{1,2}'
+    """
+    return f"{{{','.join(map(str, values))}}}"
 
 
 def sql(name: str) -> str:

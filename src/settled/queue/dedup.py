@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 FRESH_LIMIT = 4096
 FEW = 12
 STORED = np.dtype("<u8")
+_one = Struct("<Q")
 
 
 def fingerprint(tx: bytes) -> int:
@@ -32,6 +34,8 @@ def fingerprints(ids: Iterable[bytes]) -> list[int]:
 
 def pack(hashes: Sequence[int]) -> bytes | None:
     """Hashes as a segment stores them, or None if no message has one."""
+    if len(hashes) == 1:
+        return _one.pack(hashes[0]) if hashes[0] else None
     return array("Q", hashes).tobytes() if any(hashes) else None
 
 
@@ -83,6 +87,12 @@ class Remembered:
     def add(self, first_seq: int, hashes: Sequence[int]) -> None:
         """Remember the ids of a segment."""
         fresh = self._fresh
+        if len(hashes) == 1 and hashes[0] and hashes[0] not in fresh:  # as most are that come alone
+            fresh[hashes[0]] = first_seq
+            self.size += 1
+            if len(fresh) > FRESH_LIMIT:
+                self._pack()
+            return
         own = set(hashes)
         if len(own) == len(hashes) and 0 not in own and fresh.keys().isdisjoint(own):
             fresh.update(zip(hashes, range(first_seq, first_seq + len(hashes)), strict=True))
@@ -112,6 +122,17 @@ class Remembered:
                 self._runs = [_Run(key[real], seq[real])]
                 self.size = int(real.sum())
         self.known = known
+
+    def meets(self, hashes: Sequence[int]) -> bool:
+        """Whether one of these may be here; nearly always not."""
+        if not self._fresh.keys().isdisjoint(hashes):
+            return True
+        if not self._runs or not any(hashes):
+            return False
+        if len(hashes) > FEW:
+            keys = np.array(hashes, dtype=np.uint64)
+            return any(run.any_of(keys) for run in self._runs)
+        return any(run.find(key) for run in self._runs for key in hashes if key)
 
     def suspects(self, hashes: Sequence[int]) -> dict[int, list[int]]:
         """Sequence numbers with one of these hashes, by hash; nearly always empty."""

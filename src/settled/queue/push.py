@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -11,7 +12,7 @@ import asyncpg
 from settled.queue import dedup
 from settled.queue.batch import Batch, Chunk, Duplicate, Gone
 from settled.queue.cache import micros
-from settled.queue.db import Link, sql
+from settled.queue.db import Link, listed, sql
 from settled.queue.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -21,10 +22,15 @@ if TYPE_CHECKING:
     from settled.queue.lanes import Lane, Registry
 
 FLUSHERS = 2
+ALONE = 256  # a flush of more messages has no other beside it: a larger one afterwards costs less
 LANE_LIMIT = 2000
 FLUSH_LIMIT = 20_000
 ATTEMPTS = 20
-APPEND = "select * from append_many($1, $2, $3, $4, $5, $6, $7)"
+_lane_id = attrgetter("lane.id")
+APPEND = (
+    "select * from append_many($1, $2::text::bigint[], $3::text::bigint[], $4::text::bigint[], $5::text::int[], "
+    "$6, $7)"
+)
 
 
 class Pusher:
@@ -46,7 +52,7 @@ class Pusher:
         self._dirty: dict[Lane, None] = {}
         self._wake = asyncio.Event()
         self._freed = asyncio.Event()
-        self._closing = False
+        self._closing = self._alone = False
         self._tasks: list[asyncio.Task[None]] = []
         self.flushes = 0
         self.messages = 0
@@ -79,7 +85,7 @@ class Pusher:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         left = len(chunks)
 
-        def done() -> None:
+        def done(_: Chunk) -> None:
             nonlocal left
             left -= 1
             if left == 0 and not waiting.done():
@@ -125,12 +131,13 @@ class Pusher:
 
     async def _run(self, link: Link) -> None:
         while True:
-            while not self._dirty:
-                if self._closing:
+            while self._alone or not self._dirty:
+                if self._closing and not self._dirty:
                     return
                 self._wake.clear()
                 await self._wake.wait()
-            batches = self._take()
+            batches, size = self._take()
+            self._alone = alone = size > ALONE
             try:
                 await self._flush(link, batches)
             except Exception as error:  # the callers must hear of it, whatever it is
@@ -139,25 +146,30 @@ class Pusher:
                     if not batch.answered:
                         batch.fail(error)
             finally:
+                if alone:
+                    self._alone = False
+                    self._wake.set()
                 self.free(batch.lane for batch in batches)
 
-    def _take(self) -> list[Batch]:
+    def _take(self) -> tuple[list[Batch], int]:
+        """What waits, as far as it fits into a flush, and how many messages that are."""
         batches, total = [], 0
-        while self._dirty and total < FLUSH_LIMIT:
-            lane = next(iter(self._dirty))
-            del self._dirty[lane]
-            if lane.busy or not lane.pending:
+        dirty = self._dirty
+        while dirty and total < FLUSH_LIMIT:
+            lane = next(iter(dirty))
+            del dirty[lane]
+            pending = lane.pending
+            if lane.busy or not pending:
                 continue
             lane.busy = True
-            count = size = 0
-            for chunk in lane.pending:
-                if count and size + len(chunk.tx) > LANE_LIMIT:
-                    break
-                count, size = count + 1, size + len(chunk.tx)
-            batches.append(Batch(lane, lane.pending[:count]))
-            del lane.pending[:count]
+            size, count = len(pending[0].tx), 1
+            while count < len(pending) and size + len(pending[count].tx) <= LANE_LIMIT:
+                size += len(pending[count].tx)
+                count += 1
+            batches.append(Batch(lane, pending[:count]))
+            del pending[:count]
             total += size
-        return batches
+        return batches, total
 
     async def _flush(self, link: Link, batches: list[Batch]) -> None:
         """Append; if the database refuses a flush, each request is tried alone: only the bad one fails."""
@@ -208,8 +220,7 @@ class Pusher:
     ) -> list[Batch]:
         await self._catch_up(link, batches)
         for batch in batches:
-            suspects = _suspects(batch)
-            duplicates = await self._duplicates(link, batch, suspects) if suspects else {}
+            duplicates = await self._duplicates(link, batch) if batch.meets() else {}
             if duplicates:
                 self.duplicates += len(duplicates)
                 if refuse:
@@ -218,17 +229,17 @@ class Pusher:
             batch.fill(duplicates)
         done += [batch for batch in batches if not batch.tx]
         batches = [batch for batch in batches if batch.tx]
-        batches.sort(key=lambda batch: batch.lane.id)
+        batches.sort(key=_lane_id)
         if not batches:
             return []
         hashes = [dedup.pack(batch.hashes) for batch in batches]
         rows = await link.fetch(
             APPEND,
             self._worker,
-            [b.lane.queue.id for b in batches],
-            [b.lane.id for b in batches],
-            [b.lane.remembered.known if h else None for b, h in zip(batches, hashes, strict=True)],
-            [len(b.tx) for b in batches],
+            listed([b.lane.queue.id for b in batches]),
+            listed([b.lane.id for b in batches]),
+            listed([b.lane.remembered.known if h else "null" for b, h in zip(batches, hashes, strict=True)]),
+            listed([len(b.tx) for b in batches]),
             hashes,
             [b.body for b in batches],
         )
@@ -281,8 +292,7 @@ class Pusher:
         """Transaction ids of the chunk that its lane has already, with the first message's id."""
         batch = Batch(chunk.lane, [chunk])
         await self._catch_up(link, [batch])
-        suspects = _suspects(batch)
-        return await self._duplicates(link, batch, suspects) if suspects else {}
+        return await self._duplicates(link, batch) if batch.meets() else {}
 
     async def _catch_up(self, link: Any, batches: list[Batch]) -> None:
         """Read the ids of lanes this worker has not pushed to yet."""
@@ -302,8 +312,9 @@ class Pusher:
             head = heads.get(lane.id, 0)
             lane.remembered.load([s for s in stored.get(lane.id, ()) if s[0] < head], head)
 
-    async def _duplicates(self, link: Any, batch: Batch, suspects: dict[int, list[int]]) -> dict[bytes, str]:
+    async def _duplicates(self, link: Any, batch: Batch) -> dict[bytes, str]:
         """Transaction ids of the batch that the lane has already, with the first message's id."""
+        suspects = batch.lane.remembered.suspects([key for chunk in batch.chunks for key in chunk.hashes])
         # Retention may have removed what the cache and the hashes still know.
         heads = await link.fetch(sql("lane_heads"), [batch.lane.id])
         first = heads[0]["first_seq"] if heads else 0
@@ -316,10 +327,3 @@ class Pusher:
                         found[tx] = stored.id(seq - stored.first_seq)
                         break
         return found
-
-
-def _suspects(batch: Batch) -> dict[int, list[int]]:
-    """Where the lane has messages whose ids have the same hashes; nearly always nowhere."""
-    chunks = batch.chunks
-    hashes = chunks[0].hashes if len(chunks) == 1 else [h for chunk in chunks for h in chunk.hashes]
-    return batch.lane.remembered.suspects(hashes) if any(hashes) else {}

@@ -8,7 +8,6 @@ from settled.queue.batch import Chunk, Gone, plain_ids
 from settled.queue.errors import BadRequest, Unavailable
 from settled.queue.push import ATTEMPTS, LANE_LIMIT
 from settled.queue.schedule import MAX_DELAY, schedule
-from settled.queue.soon import Done, tell
 from settled.queue.types import Appended, PushItem, PushResult
 
 if TYPE_CHECKING:
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from settled.queue.core import Core
     from settled.queue.lanes import Lane, Registry
     from settled.queue.push import Pusher
+    from settled.queue.soon import Done
 
 
 async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:
@@ -69,15 +69,14 @@ def push_soon(
     tx = plain_ids(transaction_ids)
     if tx is None or len(tx) > LANE_LIMIT:
         return False
-    chunk = Chunk(lane)
-    chunk.put(tx, payloads)
+    chunk = Chunk(lane, tx, payloads)
 
-    def answered() -> None:
+    def answered(chunk: Chunk) -> None:
         error = chunk.error
         if error is None:
-            tell(done, Appended(lane.queue.name, lane.uid, chunk.results))
+            done(Appended(lane.queue.name, lane.uid, chunk.results))
         else:
-            tell(done, None if isinstance(error, Gone) else error)
+            done(None if isinstance(error, Gone) else error)
 
     chunk.done = answered
     core.pusher.submit(chunk)
@@ -123,7 +122,7 @@ async def _push_chunks(pusher: Pusher, registry: Registry, chunks: list[Chunk]) 
 async def push_items(pusher: Pusher, registry: Registry, items: Sequence[PushItem]) -> list[PushResult]:
     """Push items that are due now, to lanes that are known, and answer in item order."""
     if len(items) == 1:
-        chunk = Chunk(registry.lanes[(items[0].queue, items[0].partition)], items)
+        chunk = Chunk(registry.lanes[(items[0].queue, items[0].partition)]).extend(items)
         await _push_chunks(pusher, registry, [chunk])
         return _results(chunk.lane, items, chunk.results)
     lanes = registry.lanes

@@ -31,7 +31,7 @@ async def schedule(core: Core, connection: Any, items: Sequence[PushItem]) -> li
         if not 0 < item.delay_seconds <= MAX_DELAY:
             raise BadRequest("delaySeconds", item.delay_seconds, "must be 0 s to a year")
         lane = core.registry.lanes[(item.queue, item.partition)]
-        chunk = Chunk(lane, [item])
+        chunk = Chunk(lane).extend([item])
         message_id = segment.uuid_text(segment.new_base())
         tx, status = item.transaction_id, "queued"
         known = await core.pusher.known(connection, chunk) if tx else {}

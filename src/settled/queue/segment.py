@@ -17,7 +17,7 @@ import zstandard
 from settled.queue.sealing import SEALED, seal_value, unseal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 JSON = "application/json"
 SINGLE, PLAIN, ZSTD = 1, 2, 3
@@ -28,7 +28,8 @@ _single = struct.Struct("<BBHI")
 _columns = struct.Struct("<BBI")
 _compressor = zstandard.ZstdCompressor(level=1, write_content_size=True)
 _decompressor = zstandard.ZstdDecompressor()
-_random = (block[i : i + 6] for block in iter(lambda: os.urandom(6000), b"") for i in range(0, 6000, 6))
+_SEVEN = bytes(0x70 | i & 0x0F for i in range(256))
+_EIGHT = bytes(0x80 | i & 0x3F for i in range(256))
 _ESCAPED = b'"\\' + bytes(range(32))  # what a string of JSON may not hold as it is
 _NUMBERS = [b"%08x" % i for i in range(4096)]
 _encode = msgspec.json.encode
@@ -51,12 +52,27 @@ class Row(NamedTuple):
     created_us: int
 
 
+def _make_tails() -> Iterator[bytes]:
+    """What follows the time in a UUIDv7: version, variant and random bits, then four zero bytes."""
+    while True:
+        block = bytearray(os.urandom(6000))
+        block[0::6] = block[0::6].translate(_SEVEN)
+        block[2::6] = block[2::6].translate(_EIGHT)
+        yield from [bytes(block[i : i + 6]) + b"\0\0\0\0" for i in range(0, 6000, 6)]
+
+
+def _renew_tails() -> None:
+    global _tails  # noqa: PLW0603 - a forked process must not draw what its parent draws
+    _tails = _make_tails()
+
+
+_tails = _make_tails()
+os.register_at_fork(after_in_child=_renew_tails)
+
+
 def new_base() -> bytes:
     """A UUIDv7 whose last four bytes are zero: message i of a segment has this id plus i."""
-    random = bytearray(next(_random))
-    random[0] = 0x70 | random[0] & 0x0F
-    random[2] = 0x80 | random[2] & 0x3F
-    return int(time.time() * 1000).to_bytes(6, "big") + bytes(random) + b"\0\0\0\0"
+    return int(time.time() * 1000).to_bytes(6, "big") + next(_tails)
 
 
 def uuid_text(raw: bytes) -> str:

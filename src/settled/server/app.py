@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from settled.queue.errors import BadRequest, Conflict, Fenced, NotFound, QueueError, QueueFull, Unavailable
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from settled.queue.engine import Engine
+
+    from .router import Reply
 
 log = logging.getLogger("settled.server")
 
@@ -45,37 +46,27 @@ class App:
 
     async def __call__(self, request: Request) -> Answer:
         """Answer one request; only a bug of ours raises."""
-        started = perf_counter()
         if request.method == "OPTIONS":
             return Answer(204, b"", extra=_CORS)
-        label = "unknown"
-        answer: Answer
         try:
-            route = self._router.find(request)
-            label = route.path
-            answer = await route.endpoint(request)
+            answer = await self._router.find(request).endpoint(request)
         except Exception as error:
-            answer = failure(request, error)
-        self.counters.add(request.method, label, answer.status, perf_counter() - started)
-        return answer
+            return self.close(request, error)
+        return self.close(request, answer)
 
-    def soon(self, request: Request, reply: Callable[[Answer | None], None]) -> bool:
+    def soon(self, request: Request, reply: Reply) -> bool:
         """Answer a hot route without a coroutine where that is possible; None asks for the coroutine."""
-        started = perf_counter()
         try:
-            route = self._router.find(request)
-            if route.shortcut is None:
-                return False
-
-            def done(outcome: Answer | Exception | None) -> None:
-                answer = failure(request, outcome) if isinstance(outcome, Exception) else outcome
-                if answer is not None:
-                    self.counters.add(request.method, route.path, answer.status, perf_counter() - started)
-                reply(answer)
-
-            return route.shortcut(request, done)
+            shortcut = self._router.find(request).shortcut
+            return shortcut is not None and shortcut(request, reply)
         except (HttpError, QueueError):  # the endpoint will find the same, and say so
             return False
+
+    def close(self, request: Request, outcome: Answer | Exception) -> Answer:
+        """What goes back for an outcome; it is counted here, so call this once a request."""
+        answer = failure(request, outcome) if isinstance(outcome, Exception) else outcome
+        self.counters.add(request, answer.status)
+        return answer
 
     async def openapi(self, request: Request) -> Answer:
         """GET /openapi.json."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from time import perf_counter
 from typing import Final
 
 import msgspec
@@ -14,7 +15,7 @@ TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
 class Request:
     """One parsed request; `segments` are the percent-decoded path parameters the router found."""
 
-    __slots__ = ("body", "cancellable", "gone", "method", "path", "query", "segments")
+    __slots__ = ("body", "cancellable", "gone", "label", "method", "path", "query", "segments", "started")
 
     def __init__(self, method: str, path: bytes, query: bytes, body: bytes) -> None:
         self.method = method
@@ -22,6 +23,9 @@ class Request:
         self.query = query
         self.body = body
         self.segments: tuple[str, ...] = ()
+        # Under which name it is counted, and since when it is handled.
+        self.label = "unknown"
+        self.started = perf_counter()
         # A waiting pop sets this, so that a client that hangs up frees its place in the line.
         self.cancellable = False
         self.gone = False

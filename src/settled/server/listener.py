@@ -10,7 +10,7 @@ from .protocol import Connection, Shared
 if TYPE_CHECKING:
     import socket
 
-    from .protocol import Handler, Soon
+    from .protocol import Close, Handler, Soon
 
 REQUEST_TIMEOUT = 60.0
 IDLE_TIMEOUT = 120.0
@@ -25,8 +25,10 @@ class Listener:
     end its long polls when it is told so.
     """
 
-    def __init__(self, handler: Handler, *, body_limit: int, soon: Soon | None = None) -> None:
-        self._shared = Shared(handler, body_limit, soon)
+    def __init__(
+        self, handler: Handler, *, body_limit: int, soon: Soon | None = None, close: Close | None = None
+    ) -> None:
+        self._shared = Shared(handler, body_limit, soon, close)
         self._server: asyncio.Server | None = None
         self._beat: asyncio.TimerHandle | None = None
 

@@ -69,14 +69,18 @@ class Messages:
         items = decode(request.body, _push).items
         if not items or not plain_push(items):
             return False
-        ids = [item.transaction_id for item in items]
-        payloads = [bytes(item.payload or item.data or NULL) for item in items]
+        first = items[0]
+        if len(items) == 1:
+            ids, payloads = [first.transaction_id], [bytes(first.payload or first.data or NULL)]
+        else:
+            ids = [item.transaction_id for item in items]
+            payloads = [bytes(item.payload or item.data or NULL) for item in items]
 
         def done(result: Appended | Exception | None) -> None:
             reply(Answer(201, spliced.appended(result, ids)) if isinstance(result, Appended) else result)
 
-        partition = DEFAULT_PARTITION if items[0].partition is None else items[0].partition
-        return self._engine.push_soon(items[0].queue, partition, ids, payloads, done)
+        partition = DEFAULT_PARTITION if first.partition is None else first.partition
+        return self._engine.push_soon(first.queue, partition, ids, payloads, done)
 
     async def pop_queue(self, request: Request) -> Answer:
         """GET /api/v1/pop/queue/{queue} and .../partition/{partition}."""

@@ -15,25 +15,38 @@ if TYPE_CHECKING:
 
     from settled.queue.types import GroupLag, QueueStats
 
+    from .exchange import Request
+
 STALE_AFTER = 30.0
 
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class Tally:
+    """How many requests, and how long they took together."""
+
+    __slots__ = ("count", "seconds")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
 
 
 class Counters:
     """Requests by route and status, with their time."""
 
     def __init__(self) -> None:
-        self.requests: dict[tuple[str, str, int], int] = {}
-        self.seconds: dict[tuple[str, str], float] = {}
+        self.tallies: dict[tuple[str, str, int], Tally] = {}
         self.started = time.time()
 
-    def add(self, method: str, route: str, status: int, seconds: float) -> None:
+    def add(self, request: Request, status: int) -> None:
         """Count one answered request."""
-        key = (method, route, status)
-        self.requests[key] = self.requests.get(key, 0) + 1
-        spot = (method, route)
-        self.seconds[spot] = self.seconds.get(spot, 0.0) + seconds
+        key = (request.method, request.label, status)
+        tally = self.tallies.get(key)
+        if tally is None:
+            tally = self.tallies[key] = Tally()
+        tally.count += 1
+        tally.seconds += time.perf_counter() - request.started
 
 
 class Snapshot(msgspec.Struct):
@@ -41,8 +54,7 @@ class Snapshot(msgspec.Struct):
 
     pid: int
     at: float
-    requests: list[tuple[str, str, int, int]]
-    seconds: list[tuple[str, str, float]]
+    requests: list[tuple[str, str, int, int, float]]
     engine: dict[str, float]
     connections: int
     memory: int
@@ -56,8 +68,7 @@ def snapshot(counters: Counters, engine: dict[str, float], connections: int) -> 
     return Snapshot(
         os.getpid(),
         time.time(),
-        [(*key, count) for key, count in counters.requests.items()],
-        [(*key, spent) for key, spent in counters.seconds.items()],
+        [(*key, tally.count, tally.seconds) for key, tally in counters.tallies.items()],
         engine,
         connections,
         resident_bytes(),
@@ -107,9 +118,8 @@ def render(snapshots: Iterable[Snapshot], queues: Iterable[QueueStats], groups: 
         workers += 1
         connections += each.connections
         memory += each.memory
-        for method, route, status, count in each.requests:
+        for method, route, status, count, spent in each.requests:
             requests[method, route, status] = requests.get((method, route, status), 0) + count
-        for method, route, spent in each.seconds:
             seconds[method, route] = seconds.get((method, route), 0.0) + spent
         for key, value in each.engine.items():
             engine[key] = engine.get(key, 0.0) + value

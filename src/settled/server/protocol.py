@@ -15,10 +15,14 @@ from .exchange import Answer, HttpError, Request, reason
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from .router import Reply
+
     Handler = Callable[[Request], Awaitable[Answer]]
     # Takes a request that needs no coroutine and replies later, once; False: it is one for the Handler.
     # A reply of None says that the Handler is needed after all.
-    Soon = Callable[[Request, Callable[[Answer | None], None]], bool]
+    Soon = Callable[[Request, Reply], bool]
+    # What goes back for a reply.
+    Close = Callable[[Request, Answer | Exception], Answer]
 
 log = logging.getLogger("settled.server")
 
@@ -41,9 +45,12 @@ class Head(NamedTuple):
 class Shared:
     """What the connections of one server have in common."""
 
-    def __init__(self, handler: Handler, body_limit: int, soon: Soon | None = None) -> None:
+    def __init__(
+        self, handler: Handler, body_limit: int, soon: Soon | None = None, close: Close | None = None
+    ) -> None:
         self.handler = handler
         self.soon = soon
+        self.close = close or answer_of
         self.body_limit = body_limit
         self.connections: set[Connection] = set()
         # Clients repeat themselves: a head that was parsed once is recognised by its bytes.
@@ -144,7 +151,11 @@ class Connection(asyncio.Protocol):
         raw, _, body = data.partition(b"\r\n\r\n")
         head = self._shared.known.get(raw)
         if head is not None and len(body) == head.length:
-            self._accept(Request(head.method, head.path, head.query, body), True)
+            request = Request(head.method, head.path, head.query, body)
+            if self.busy:
+                self._accept(request, True)
+            else:
+                self._start(request, not self._shared.stopping)
             return
         self._read.clear()
         self._feed(data)
@@ -246,11 +257,15 @@ class Connection(asyncio.Protocol):
         if soon is None or not soon(request, self._reply):
             self._task = self._loop.create_task(self._handle(request))
 
-    def _reply(self, answer: Answer | None) -> None:
-        """The answer to a request that had no task, or None if it needs one."""
+    def _reply(self, outcome: Answer | Exception | None) -> None:
+        """The outcome of a request that had no task, or None if it needs one."""
         request = self._request
-        if answer is not None or request is None or self._transport is None:
-            self._finish(answer)
+        if request is None:  # the client has gone
+            self.busy = False
+        elif outcome is not None:
+            self._finish(self._shared.close(request, outcome))
+        elif self._transport is None:
+            self._finish(None)
         else:
             self._task = self._loop.create_task(self._handle(request))
 
@@ -273,7 +288,7 @@ class Connection(asyncio.Protocol):
         if answer is None or request is None or self._transport is None:
             self.busy = False
             return
-        self._write(answer, head_only=request.method == "HEAD", keep_alive=self._keep_alive)
+        self._write(answer, request.method == "HEAD", self._keep_alive)
         if self._resume is None:
             self._next()
         else:
@@ -294,17 +309,20 @@ class Connection(asyncio.Protocol):
             if self._closing:
                 self.close()
 
-    def _write(self, answer: Answer, *, head_only: bool, keep_alive: bool) -> None:
+    def _write(self, answer: Answer, head_only: bool, keep_alive: bool) -> None:
         transport = self._transport
         if transport is None:
             return
-        keep_alive = keep_alive and not self._shared.stopping
-        tail = answer.extra if keep_alive else answer.extra + b"connection: close\r\n"
-        body = b"" if head_only or answer.status == 204 else answer.body
-        length = len(answer.body) if answer.status != 204 else 0
-        transport.write(
-            b"%s%d\r\n%s\r\n%s" % (self._shared.head(answer.status, answer.content_type), length, tail, body)
-        )
+        body, extra = answer.body, answer.extra
+        head = self._shared.head(answer.status, answer.content_type)
+        if not keep_alive or self._shared.stopping:
+            extra += b"connection: close\r\n"
+        length = len(body)
+        if head_only:
+            body = b""
+        elif answer.status == 204:
+            body, length = b"", 0
+        transport.write(b"%b%d\r\n%b\r\n%b" % (head, length, extra, body))
 
     def _end(self, error: HttpError) -> None:
         """Answer an error that leaves the stream unreadable, after what is in flight, and hang up."""
@@ -315,7 +333,7 @@ class Connection(asyncio.Protocol):
         if self.busy:
             self._transport.pause_reading()
             return
-        self._write(error.answer(), head_only=False, keep_alive=False)
+        self._write(error.answer(), False, False)
         # A client that is still sending would lose the answer to a reset: let it finish, unread.
         self._transport.write_eof()
         self._loop.call_later(LINGER, self.close)
@@ -330,6 +348,11 @@ class Connection(asyncio.Protocol):
         if self.started:
             return now - self.started > request_timeout
         return not self.busy and now - self.idle_since > idle_timeout
+
+
+def answer_of(_: Request, outcome: Answer | Exception) -> Answer:
+    """A reply as it is; one that went wrong is our fault."""
+    return outcome if isinstance(outcome, Answer) else HttpError(500, str(outcome)).answer()
 
 
 def _origin_form(target: bytes) -> bytes:

@@ -75,6 +75,7 @@ class Router:
                 self._found.clear()
             self._found[key] = known
         route, request.segments = known
+        request.label = route.path
         return route
 
     def _look(self, request: Request) -> tuple[Route, tuple[str, ...]]:

@@ -18,6 +18,12 @@ encode = msgspec.json.encode
 def appended(result: Appended, transaction_ids: Sequence[str | None]) -> bytes:
     """The array that answers a push of plain messages."""
     tail = _place(result.partition_id, result.queue)
+    if len(transaction_ids) == 1:
+        given, twice = result.results[0]
+        own = encode(transaction_ids[0] or given).decode()
+        status = "duplicate" if twice else "queued"
+        text = f'[{{"index":0,"transaction_id":{own},"status":"{status}","message_id":"{given}",{tail}]'
+        return text.encode()
     ids = [own or given for own, (given, _) in zip(transaction_ids, result.results, strict=True)]
     rows = [
         f'{{"index":{i},"transaction_id":"{own}","status":"{"duplicate" if twice else "queued"}",'

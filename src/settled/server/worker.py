@@ -34,7 +34,7 @@ async def work(config: Config, sock: socket.socket, ready: Callable[[], object],
     try:
         board = Board(config.board)
         app = App(engine, board, lambda: listener.connections)
-        listener = Listener(app, body_limit=config.body_limit, soon=app.soon)
+        listener = Listener(app, body_limit=config.body_limit, soon=app.soon, close=app.close)
         await listener.start(sock)
         board.write(app.system.snapshot())
         reporter = asyncio.create_task(_report(app, board))

@@ -44,30 +44,26 @@ language plpgsql set plan_cache_mode = force_generic_plan as $$
 declare
     v_fine int; v_now timestamptz; v_cursor bigint[]; v_done varbit[]; v_queue bigint[];
 begin
-    select count(*) filter (where not c.odd and c.lease = c.wanted and c.lease_until > clock_timestamp()
-                                  and length(c.answered) = length(c.bits) and bit_count(c.answered & c.bits) = 0)
-      into v_fine
-      from (select o.odd, o.lease, o.lease_until, o.answered, u.lease as wanted, u.bits
+    -- A settled prefix is looked for only where it may have grown: behind the cursor everything is settled.
+    select count(*) filter (where c.fine), array_agg(c.done), array_agg(bit_count(c.done) = length(c.done)),
+           array_agg(case when bit_count(c.done) = length(c.done) then c.base + length(c.done)
+                     else c.cursor + position(b'0' in substring(c.done from (c.cursor - c.base)::int + 1)) - 1 end)
+      into v_fine, v_done, released, v_cursor
+      from (select o.cursor, o.base,
+                   case when length(o.done) = length(u.bits) then o.done | u.bits else o.done end as done,
+                   not o.odd and o.lease = u.lease and o.lease_until > clock_timestamp()
+                   and length(o.answered) = length(u.bits) and bit_count(o.answered & u.bits) = 0 as fine
               from unnest(p_lane, p_group, p_lease, p_bits) u (lane, grp, lease, bits)
               join consumer o on o.lane_id = u.lane and o.group_id = u.grp
              order by o.lane_id, o.group_id
                for update of o) c;
     if v_fine is distinct from cardinality(p_lane) then
-        status := 'odd';
+        status := 'odd'; released := null;
         return next;
         return;
     end if;
 
     v_now := clock_timestamp();
-    -- A settled prefix is looked for only where it may have grown: behind the cursor everything is settled.
-    select array_agg(c.cursor + greatest(position(b'0' in substring(c.done from (c.cursor - c.base)::int + 1)) - 1, 0)
-                     + case when bit_count(c.done) = length(c.done) then length(c.done) - (c.cursor - c.base) else 0 end
-                     order by c.place),
-           array_agg(c.done order by c.place), array_agg(bit_count(c.done) = length(c.done) order by c.place)
-      into v_cursor, v_done, released
-      from (select u.place, o.cursor, o.base, o.done | u.bits as done
-              from unnest(p_lane, p_group, p_bits) with ordinality u (lane, grp, bits, place)
-              join consumer o on o.lane_id = u.lane and o.group_id = u.grp) c;
     update consumer c set
            cursor = u.cursor,
            base = case when u.released then u.cursor else c.base end,
