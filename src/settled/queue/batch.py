@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import suppress
 from itertools import repeat
 from typing import TYPE_CHECKING, Self
 
 from settled.queue import dedup, sealing, segment
 from settled.queue.errors import BadRequest
+from settled.queue.soon import deliver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from settled.queue.types import PushItem
 
 TX_LIMIT = 255
-log = logging.getLogger("settled.queue")
 
 
 class Duplicate(Exception):
@@ -66,18 +64,9 @@ class Chunk:
         return zip(self.tx, self.hashes, self.payloads, self.headers, strict=True)
 
     def finish(self) -> None:
-        """Tell the caller, once; it is forgotten then, or the two would keep each other in memory.
-
-        Requests share a flush, so one that cannot take its answer must not stop the others.
-        """
+        """Tell the caller, once; it is forgotten then, or the two would keep each other in memory."""
         done, self.done = self.done, _nobody
-        try:
-            done(self)
-        except Exception as error:
-            log.exception("an answer could not be delivered")
-            self.error = error
-            with suppress(Exception):
-                done(self)
+        deliver(done, self)
 
     def extend(self, items: Sequence[PushItem]) -> Self:
         """Take items; a bad one is refused before anybody else's is touched."""

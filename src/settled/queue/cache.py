@@ -41,7 +41,7 @@ class SegmentCache:
         if key not in self._segments:
             self._segments[key] = (created_us, raw)
             starts = self._starts.get(lane_id)
-            if starts is None:
+            if not starts:
                 self._starts[lane_id] = [first_seq]
             elif first_seq > starts[-1]:
                 starts.append(first_seq)

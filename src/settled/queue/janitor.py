@@ -7,11 +7,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from settled.queue.activity import wait_for
+from settled.queue.asks import Ask
 from settled.queue.compact import Compactor
 from settled.queue.db import sql
 from settled.queue.deadletters import bury
 from settled.queue.errors import Unavailable
-from settled.queue.pop import Ask
 from settled.queue.types import QUEUE_MODE, AckItem, PopRequest
 
 if TYPE_CHECKING:

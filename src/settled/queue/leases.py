@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from settled.queue.db import sql
+from settled.queue.pieces import cut
 from settled.queue.places import Places
 
 if TYPE_CHECKING:
@@ -144,8 +145,6 @@ class Leases:
             return None
         if lease_id is not None and str(row["lease"]) != lease_id:
             return None
-        from settled.queue.pop import cut  # pop imports this module
-
         ranges = [(lane_id, row["base"], row["batch_end"])]
         parked = sorted(row["parked_out"])
         ranges += [(lane_id, seq, seq + 1) for seq in parked]

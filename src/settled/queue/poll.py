@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from settled.queue import sealing
 from settled.queue.activity import wait_for
+from settled.queue.asks import Ask
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest
-from settled.queue.pop import Ask
 from settled.queue.popped import Empty, Popped
-from settled.queue.soon import Done, tell
 from settled.queue.types import QUEUE_MODE, PopRequest
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from settled.queue.lanes import Lane, Queue, Registry
     from settled.queue.pop import Popper
     from settled.queue.ready import ReadySet, ReadySets
+    from settled.queue.soon import Done
 
 LOOK_AGAIN = 1.0
 MAX_BATCH = 10_000
@@ -84,6 +84,7 @@ class Poller:
         self._activity = activity
         self._clock = clock
         self._subscribed: set[tuple[int, int]] = set()
+        self._checked: PopRequest | None = None
 
     def forget_subscriptions(self) -> None:
         """Look subscriptions up again, as after a group was deleted."""
@@ -141,17 +142,18 @@ class Poller:
         ready = self._ready.sets.get((queue.id, group_id))
         if ready is None or not ready.ready or ready.loaded is None or not ready.loaded.done():
             return False
-        check_request(request)
+        if request is not self._checked:  # consumers repeat themselves
+            check_request(request)
+            self._checked = request
         ready.used = self._clock.now()
         ask = Ask(request, group_id, [ready], None)
 
-        def answered(future: asyncio.Future[None]) -> None:
-            error = future.exception()
-            if ask.popped is not None:
-                self._pass_on(ask.sets)
-            tell(done, ask.popped or (error if isinstance(error, Exception) else None))
+        def answered(ask: Ask) -> None:
+            if ask.popped is not None and ready.ready:
+                ready.wake()  # somebody else may take what is left
+            done(ask.error or ask.popped)
 
-        ask.future.add_done_callback(answered)
+        ask.done = answered
         self._popper.submit(ask)
         return True
 

@@ -101,10 +101,10 @@ class Popped(msgspec.Struct):
         "retryCount","queue","partition","partitionId","leaseId","consumerGroup"}`; a payload that is not JSON
         comes as a string (base64, with `"encoding":"base64"`, if it is not text).
         """
-        reader = b',"leaseId":%b,"consumerGroup":%b}' % (_encode(self.lease_id or ""), _encode(self.group))
+        whose = b',"leaseId":%b%b}' % (_encode(self.lease_id or ""), reader(self.group))
         parts: list[bytes] = []
         for lane in self.lanes:
-            tail = _place(lane.queue, lane.partition, lane.partition_id) + reader
+            tail = place(lane.queue, lane.partition, lane.partition_id) + whose
             fresh = b',"retryCount":0' + tail
             for piece in lane.pieces:
                 segment, offsets = piece.segment, piece.offsets
@@ -118,10 +118,16 @@ class Popped(msgspec.Struct):
 
 
 @lru_cache(maxsize=4096)
-def _place(queue: str, partition: str, partition_id: str) -> bytes:
+def place(queue: str, partition: str, partition_id: str) -> bytes:
     """Where a message lies, as fields of a JSON object."""
     names = (_encode(queue), _encode(partition), _encode(partition_id))
     return b',"queue":%b,"partition":%b,"partitionId":%b' % names
+
+
+@lru_cache(maxsize=4096)
+def reader(group: str) -> bytes:
+    """Whose message it is, as a field of a JSON object."""
+    return b',"consumerGroup":%b' % _encode(group)
 
 
 def _enriched(message: PoppedMessage, row: Row) -> PoppedMessage:

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from settled.queue.lanes import Lane, Registry
 
 FLUSHERS = 2
-ALONE = 256  # a flush of more messages has no other beside it: a larger one afterwards costs less
 LANE_LIMIT = 2000
 FLUSH_LIMIT = 20_000
 ATTEMPTS = 20
 _lane_id = attrgetter("lane.id")
 APPEND = (
-    "select * from append_many($1, $2::text::bigint[], $3::text::bigint[], $4::text::bigint[], $5::text::int[], "
-    "$6, $7)"
+    "select * from append_many($1, $2::text::bigint[], $3::text::bigint[], $4::text::bigint[], "
+    "$5::text::int[], $6, $7)"
 )
 
 
@@ -52,7 +51,7 @@ class Pusher:
         self._dirty: dict[Lane, None] = {}
         self._wake = asyncio.Event()
         self._freed = asyncio.Event()
-        self._closing = self._alone = False
+        self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self.flushes = 0
         self.messages = 0
@@ -131,13 +130,12 @@ class Pusher:
 
     async def _run(self, link: Link) -> None:
         while True:
-            while self._alone or not self._dirty:
-                if self._closing and not self._dirty:
+            while not self._dirty:
+                if self._closing:
                     return
                 self._wake.clear()
                 await self._wake.wait()
-            batches, size = self._take()
-            self._alone = alone = size > ALONE
+            batches = self._take()
             try:
                 await self._flush(link, batches)
             except Exception as error:  # the callers must hear of it, whatever it is
@@ -146,13 +144,10 @@ class Pusher:
                     if not batch.answered:
                         batch.fail(error)
             finally:
-                if alone:
-                    self._alone = False
-                    self._wake.set()
                 self.free(batch.lane for batch in batches)
 
-    def _take(self) -> tuple[list[Batch], int]:
-        """What waits, as far as it fits into a flush, and how many messages that are."""
+    def _take(self) -> list[Batch]:
+        """What waits, as far as it fits into a flush."""
         batches, total = [], 0
         dirty = self._dirty
         while dirty and total < FLUSH_LIMIT:
@@ -169,7 +164,7 @@ class Pusher:
             batches.append(Batch(lane, pending[:count]))
             del pending[:count]
             total += size
-        return batches, total
+        return batches
 
     async def _flush(self, link: Link, batches: list[Batch]) -> None:
         """Append; if the database refuses a flush, each request is tried alone: only the bad one fails."""

@@ -62,7 +62,7 @@ def _make_tails() -> Iterator[bytes]:
 
 
 def _renew_tails() -> None:
-    global _tails  # noqa: PLW0603 - a forked process must not draw what its parent draws
+    global _tails  # a forked process must not draw what its parent draws
     _tails = _make_tails()
 
 
@@ -315,6 +315,9 @@ class Segment:
             return (tail + b",").join([self._rich_head(i) for i in range(low, high)]) + tail
         starts, blob, count = self._starts, self._blob, high - low
         end += tail
+        if count == 1:
+            text = b'%b%b","transactionId":"%b","traceId":null,"data":%b%b'
+            return text % (start, _NUMBERS[low], txs[low], blob[starts[low] : starts[high]], end)
         # Six pieces a message, laid out column by column: nothing is copied before the join.
         parts = [end + b"," + start] * (6 * count)
         parts[0] = start

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Raw, Struct
 
+from settled.queue.popped import place, reader
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -98,20 +100,14 @@ def acked(index: int, result: AckResult) -> Acked:
 
 def popped(result: Popped, request: PopRequest) -> bytes:
     """The object that answers a pop; payloads go in as the bytes they came as."""
-    group = encode(result.group)
     if not result.lanes:
-        return _empty(result, request, group)
+        return _empty(result, request, encode(result.group))
     first = result.lanes[0]
-    return (
-        b'{"success":true,"queue":%b,"partition":%b,"partitionId":%b,"leaseId":%b,"leaseExpiresAt":%b,'
-        b'"consumerGroup":%b,"partitionsClaimed":%d,"messages":[%b]}'
-    ) % (
-        encode(first.queue),
-        encode(first.partition),
-        encode(first.partition_id),
+    return b'{"success":true%b,"leaseId":%b,"leaseExpiresAt":%b%b,"partitionsClaimed":%d,"messages":[%b]}' % (
+        place(first.queue, first.partition, first.partition_id),
         encode(result.lease_id or ""),
         encode(result.expires_at),
-        group,
+        reader(result.group),
         len(result.lanes),
         result.json_messages(),
     )

@@ -1,6 +1,6 @@
 -- claim() for requests of one lane each, where nothing is in the way, which is nearly always: one row, with what each lane
--- gave in the order of `place` (from 1). Entries are sorted by (lane, group). Those that are not answered, or with status
--- `odd`, were not touched: claim() must look closer.
+-- gave, by its `place` among the entries (from 1). Entries are sorted by (lane, group), and each pair comes once. Those that
+-- are not answered, or with status `odd`, were not touched: claim() must look closer.
 -- status: ok | empty | leased | odd; `until` says when to look again.
 create function claim_many(p_worker text, p_lane bigint[], p_group int[], p_want int[], p_lease uuid[], p_seconds int[])
 returns table (place int[], status text[], first_seq bigint[], end_seq bigint[], until timestamptz[], head bigint[])
@@ -11,18 +11,20 @@ declare
 begin
     -- A lane may have grown while we waited for a consumer's lock. We take less then, and hear of the rest as news.
     select array_agg(c.place), array_agg(c.status), array_agg(c.start), array_agg(least(c.start + c.want, c.head)),
-           array_agg(case c.status when 'ok' then clock_timestamp() + make_interval(secs => c.seconds)
-                                   when 'leased' then c.lease_until end),
+           array_agg(case when c.status = 'leased' then c.lease_until
+                          when c.status = 'ok' and c.lease is not null then clock_timestamp() + make_interval(secs => c.seconds)
+                     end),
            array_agg(c.head)
       into place, status, first_seq, end_seq, until, head
-      from (select u.place::int, u.want, greatest(o.cursor, l.first_seq) as start, l.next_seq as head, o.lease_until,
+      from (select u.place::int, u.want, u.lease, greatest(o.cursor, l.first_seq) as start, l.next_seq as head, o.lease_until,
                    coalesce(u.seconds, q.lease_time) as seconds,
                    case when o.lease_until > clock_timestamp() then 'leased'
                         -- An expired lease leaves what was settled out of order in `done`.
                         when o.odd or l.has_holes or q.delayed > 0 or q.buffered > 0 or length(o.done) > 0 then 'odd'
                         when l.next_seq <= o.cursor then 'empty'
                         else 'ok' end as status
-              from unnest(p_lane, p_group, p_want, p_seconds) with ordinality u (lane, grp, want, seconds, place)
+              from unnest(p_lane, p_group, p_want, p_lease, p_seconds)
+                   with ordinality u (lane, grp, want, lease, seconds, place)
               join consumer o on o.lane_id = u.lane and o.group_id = u.grp
               join lane l on l.id = u.lane
               join queue q on q.id = l.queue_id
@@ -37,7 +39,7 @@ begin
           from (select p_lane[w.place] as lane, p_group[w.place] as grp, p_lease[w.place] as lease, w.stop,
                        case when p_lease[w.place] is null then w.stop else w.start end as cursor,
                        case when p_lease[w.place] is null then b'' else repeat('0', (w.stop - w.start)::int)::varbit end as done,
-                       case when p_lease[w.place] is null then null else w.until end as until,
+                       w.until,
                        case when p_lease[w.place] is null then w.stop - w.start else 0 end as settled
                   from unnest(place, status, first_seq, end_seq, until) w (place, status, start, stop, until)
                  where w.status = 'ok') u

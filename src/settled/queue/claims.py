@@ -1,0 +1,113 @@
+"""The calls that hand out messages: a short one for the usual case, a careful one for the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from settled.queue.db import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from settled.queue.asks import Share
+
+CLAIM = "select * from claim($1, $2, $3, $4, $5, $6, $7, $8)"
+CLAIM_MANY = (
+    "select * from claim_many($1, $2::text::bigint[], $3::text::int[], $4::text::int[], $5::text::uuid[], "
+    "$6::text::int[])"
+)
+MANY = 3  # lanes; for fewer the careful call is quicker
+
+
+class Claimed(NamedTuple):
+    """What one lane gave, or why it gave nothing."""
+
+    status: str
+    first_seq: int
+    end_seq: int
+    until: datetime | None
+    head: int
+    skip: Any = None
+    parked: Sequence[int] = ()
+    failed_seqs: Sequence[int] = ()
+    failed_counts: Sequence[int] = ()
+
+
+async def claim(
+    link: Any, worker: str, shares: list[Share], older_than: float | None
+) -> list[tuple[Share, Claimed]]:
+    """Hand out messages to shares sorted by (lane, group).
+
+    A share that is missing in the answer was not asked: its request had enough from other lanes.
+    """
+    if not shares:
+        return []
+    if len(shares) < MANY or older_than is not None or not _plain(shares):
+        return await _carefully(link, worker, shares, older_than)
+    rows = await link.fetch(
+        CLAIM_MANY,
+        worker,
+        listed([s.lane_id for s in shares]),
+        listed([s.group_id for s in shares]),
+        listed([s.want for s in shares]),
+        listed([s.lease or "null" for s in shares]),
+        listed([s.asks[0].request.lease_seconds or "null" for s in shares]),
+    )
+    got: list[tuple[Share, Claimed]] = []
+    left = dict.fromkeys(shares)
+    columns = rows[0][:6]
+    for place, *found in zip(*columns, strict=True) if columns[0] else ():
+        if found[0] != "odd":
+            share = shares[place - 1]
+            del left[share]
+            got.append((share, Claimed(*found)))
+    if left:
+        got += await _carefully(link, worker, list(left), None)
+    return got
+
+
+def _plain(shares: list[Share]) -> bool:
+    """Whether each request has one lane, and each lane of a group one request."""
+    if any(share.asks[0].request.partitions > 1 for share in shares):
+        return False
+    return len({(share.lane_id, share.group_id) for share in shares}) == len(shares)
+
+
+async def _carefully(
+    link: Any, worker: str, shares: list[Share], older_than: float | None
+) -> list[tuple[Share, Claimed]]:
+    numbers: dict[int, int] = {}  # of each request, by the ask that made it
+    for share in shares:
+        numbers.setdefault(id(share.asks[0]), len(numbers))
+    rows = await link.fetch(
+        CLAIM,
+        worker,
+        [numbers[id(s.asks[0])] for s in shares],
+        [s.lane_id for s in shares],
+        [s.group_id for s in shares],
+        [s.want for s in shares],
+        [s.lease for s in shares],
+        [s.asks[0].request.lease_seconds for s in shares],
+        older_than,
+    )
+    queued: dict[tuple[int, int], list[Share]] = {}
+    for share in shares:
+        queued.setdefault((share.lane_id, numbers[id(share.asks[0])]), []).append(share)
+    return [
+        (
+            queued[(row["lane_id"], row["request"])].pop(),
+            Claimed(
+                row["status"],
+                row["first_seq"],
+                row["end_seq"],
+                row["until"],
+                row["head"],
+                row["skip"],
+                row["parked"] or (),
+                row["failed_seqs"] or (),
+                row["failed_counts"] or (),
+            ),
+        )
+        for row in rows
+    ]
