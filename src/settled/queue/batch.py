@@ -98,14 +98,12 @@ def plain_ids(given: Sequence[str | None]) -> list[bytes] | None:
     if given[0] is None:
         return [b""] * len(given) if all(tx is None for tx in given) else None
     try:
-        ids = [tx.encode() for tx in given]  # type: ignore[union-attr]
-    except (AttributeError, UnicodeEncodeError):
+        ids = "\0".join(given).encode().split(b"\0")  # type: ignore[arg-type]
+    except (TypeError, UnicodeEncodeError):
         return None
-    for each in ids:
-        # In bytes, so there are no more characters than that.
-        if not 0 < len(each) <= TX_LIMIT or b"\0" in each:
-            return None
-    return ids
+    # Counted in bytes, so there are no more characters than that.
+    fine = len(ids) == len(given) and all(ids) and max(map(len, ids)) <= TX_LIMIT
+    return ids if fine else None
 
 
 def check_transaction_id(tx: object) -> bytes:

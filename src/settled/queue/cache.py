@@ -24,7 +24,7 @@ class SegmentCache:
     Segments may be merged into longer ones: a longer one that is read takes the place of those it covers.
     """
 
-    def __init__(self, capacity: int = 32 * 2**20) -> None:
+    def __init__(self, capacity: int = 24 * 2**20) -> None:
         self._capacity = capacity
         self._size = 0
         self._segments: OrderedDict[tuple[int, int], Segment | tuple[int, bytes]] = OrderedDict()

@@ -31,7 +31,8 @@ _decompressor = zstandard.ZstdDecompressor()
 _SEVEN = bytes(0x70 | i & 0x0F for i in range(256))
 _EIGHT = bytes(0x80 | i & 0x3F for i in range(256))
 _ESCAPED = b'"\\' + bytes(range(32))  # what a string of JSON may not hold as it is
-_NUMBERS = [b"%08x" % i for i in range(4096)]
+_DIGITS = [f"{i:08x}" for i in range(4096)]
+_NUMBERS = [each.encode() for each in _DIGITS]
 _encode = msgspec.json.encode
 _decode = msgspec.json.decode
 
@@ -87,7 +88,9 @@ def id_texts(base: bytes, n: int) -> list[str]:
         return [uuid_text(base)]
     prefix = uuid_text(base)[:28]
     start = int.from_bytes(base[12:], "big")
-    return [f"{prefix}{i:08x}" for i in range(start, start + n)]
+    if start + n > len(_NUMBERS):
+        return [f"{prefix}{i:08x}" for i in range(start, start + n)]
+    return [prefix + number for number in _DIGITS[start : start + n]]
 
 
 def encode(

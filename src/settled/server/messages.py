@@ -22,7 +22,17 @@ from settled.queue.types import (
 )
 
 from . import answers, bodies, spliced
-from .convert import ITEMS_LIMIT, NULL, ack_item, ack_items, operations, plain_ack, plain_push, push_items
+from .convert import (
+    DONE,
+    ITEMS_LIMIT,
+    NULL,
+    ack_item,
+    ack_items,
+    operations,
+    plain_ack,
+    plain_push,
+    push_items,
+)
 from .exchange import Answer, Request, bad, ok
 from .parse import decode, name, pop_query
 
@@ -183,7 +193,7 @@ class Messages:
 
         def done(settled: Acked | Exception | None) -> None:
             if isinstance(settled, Acked):
-                reply(Answer(200, spliced.all_acked([body.transaction_id], settled)[0].encode()))
+                reply(Answer(200, spliced.acked(body.transaction_id, settled)))
             else:
                 reply(settled)
 
@@ -201,13 +211,14 @@ class Messages:
         for ack in acks:
             if ack.partition_id != partition_id or ack.lease_id != lease_id or ack.consumer_group != group:
                 return False
-            if not plain_ack(ack):
+            # As plain_ack, without a call for each.
+            if ack.error is not None or ack.delay_seconds is not None or ack.status not in DONE:
                 return False
         ids = [ack.transaction_id for ack in acks]
 
         def done(settled: Acked | Exception | None) -> None:
             if isinstance(settled, Acked):
-                reply(Answer(200, f"[{','.join(spliced.all_acked(ids, settled))}]".encode()))
+                reply(Answer(200, spliced.all_acked(ids, settled)))
             else:
                 reply(settled)
 

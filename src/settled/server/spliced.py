@@ -13,24 +13,22 @@ if TYPE_CHECKING:
     from settled.queue.types import Acked, Appended
 
 encode = msgspec.json.encode
+_INDEXES = [*map(str, range(1000))]
 
 
 def appended(result: Appended, transaction_ids: Sequence[str | None]) -> bytes:
     """The array that answers a push of plain messages."""
     tail = _place(result.partition_id, result.queue)
     if len(transaction_ids) == 1:
-        given, twice = result.results[0]
-        own = encode(transaction_ids[0] or given).decode()
-        status = "duplicate" if twice else "queued"
-        text = f'[{{"index":0,"transaction_id":{own},"status":"{status}","message_id":"{given}",{tail}]'
+        one, twice = result.results[0]
+        mine, state = encode(transaction_ids[0] or one).decode(), "duplicate" if twice else "queued"
+        text = f'[{{"index":0,"transaction_id":{mine},"status":"{state}","message_id":"{one}",{tail}]'
         return text.encode()
-    ids = [own or given for own, (given, _) in zip(transaction_ids, result.results, strict=True)]
-    rows = [
-        f'{{"index":{i},"transaction_id":"{own}","status":"{"duplicate" if twice else "queued"}",'
-        f'"message_id":"{given}",{tail}'
-        for i, (own, (given, twice)) in enumerate(zip(_texts(ids), result.results, strict=True))
-    ]
-    return f"[{','.join(rows)}]".encode()
+    given = [each for each, _ in result.results]
+    own = [each or known for each, known in zip(transaction_ids, given, strict=True)]
+    states = ["duplicate" if twice else "queued" for _, twice in result.results]
+    parts = ('{"index":', ',"transaction_id":"', '","status":"', '","message_id":"', f'",{tail}')
+    return f"[{_rows(parts, _numbers(len(own)), _texts(own), states, given)}]".encode()
 
 
 @lru_cache(maxsize=4096)
@@ -48,12 +46,34 @@ def _settled(queue: str, partition: str, lease_released: bool) -> str:
     ).decode()
 
 
-def all_acked(transaction_ids: list[str], settled: Acked) -> list[str]:
-    """The answers to acks of one partition that were all accepted, each as its JSON object."""
+def acked(transaction_id: str, settled: Acked) -> bytes:
+    """The object that answers an ack that was accepted."""
     tail = _settled(settled.queue, settled.partition, settled.lease_released)
-    return [
-        f'{{"index":{i},"transactionId":"{each}",{tail}' for i, each in enumerate(_texts(transaction_ids))
-    ]
+    return f'{{"index":0,"transactionId":{encode(transaction_id).decode()},{tail}'.encode()
+
+
+def all_acked(transaction_ids: list[str], settled: Acked) -> bytes:
+    """The array that answers acks of one partition that were all accepted."""
+    tail = _settled(settled.queue, settled.partition, settled.lease_released)
+    parts = ('{"index":', ',"transactionId":"', f'",{tail}')
+    return f"[{_rows(parts, _numbers(len(transaction_ids)), _texts(transaction_ids))}]".encode()
+
+
+def _rows(parts: Sequence[str], *columns: Sequence[str]) -> str:
+    """JSON objects with commas between: the columns' values of each row between the parts."""
+    first, *between, last = parts
+    step = len(parts) + len(columns) - 1
+    pieces = [f"{last},{first}"] * (step * len(columns[0]))
+    pieces[0] = first
+    for at, column in enumerate(columns):
+        pieces[2 * at + 1 :: step] = column
+    for at, part in enumerate(between):
+        pieces[2 * at + 2 :: step] = [part] * len(columns[0])
+    return "".join(pieces) + last
+
+
+def _numbers(count: int) -> list[str]:
+    return _INDEXES[:count] if count <= len(_INDEXES) else [*map(str, range(count))]
 
 
 def _texts(values: list[str]) -> list[str]:
