@@ -21,11 +21,14 @@ begin
     end if;
 
     v_now := greatest(clock_timestamp(), v_newest);
-    insert into segment (lane_id, first_seq, n, created_at, hashes, body)
-    select u.lane, u.next, u.n, v_now, u.hashes, u.body
-      from unnest(p_lane, v_next, p_n, p_hashes, p_body) u (lane, next, n, hashes, body);
-    update lane l set next_seq = u.next + u.n, newest_at = v_now
-      from unnest(p_lane, v_next, p_n) u (lane, next, n) where l.id = u.lane;
+    with u as materialized (
+        select * from unnest(p_lane, v_next, p_n, p_hashes, p_body) u (lane, next, n, hashes, body)
+    ), s as (
+        insert into segment (lane_id, first_seq, n, created_at, hashes, body)
+        select u.lane, u.next, u.n, v_now, u.hashes, u.body from u
+    ), l as (
+        update lane l set next_seq = u.next + u.n, newest_at = v_now from u where l.id = u.lane
+    )
     insert into activity (worker, kind, queues, lanes) values (p_worker, 'push', p_queue, p_lane);
     status := 'all'; created_at := v_now; firsts := v_next;
     return next;

@@ -21,7 +21,7 @@ begin
                    case when o.lease_until > clock_timestamp() then 'leased'
                         -- An expired lease leaves what was settled out of order in `done`.
                         when o.odd or l.has_holes or q.delayed > 0 or q.buffered > 0 or length(o.done) > 0 then 'odd'
-                        when l.next_seq <= o.cursor then 'empty'
+                        when l.next_seq <= greatest(o.cursor, l.first_seq) then 'empty'
                         else 'ok' end as status
               from unnest(p_lane, p_group, p_want, p_lease, p_seconds)
                    with ordinality u (lane, grp, want, lease, seconds, place)
