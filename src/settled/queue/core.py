@@ -152,7 +152,7 @@ class Core:
             "known_leases": len(self.leases),
             "ready_lanes": sum(len(r.ready) for r in ready),
             "waiting_pops": sum(len(r.waiters) for r in ready),
-            "remembered_ids": sum(lane.remembered.size for lane in self.registry.lanes_by_id.values()),
+            "remembered_ids": self.registry.memory.total,
             "cached_segment_bytes": self.cache.size,
             **{f"{name}_messages_total": count for name, count in self.settler.outcomes.items()},
             "refused_acks_total": self.settler.refused,

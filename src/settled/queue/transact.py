@@ -83,7 +83,7 @@ class _Pushes:
     def forget(self) -> None:
         """The transaction failed: what was noted of its ids is wrong."""
         for lane in self._chunks:
-            lane.remembered.forget()
+            lane.remembered.rewind()
 
     def commit(self) -> list[PushResult]:
         """The transaction is on disk: tell everybody, and answer in item order."""

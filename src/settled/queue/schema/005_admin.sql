@@ -156,14 +156,19 @@ returns table (last_lane bigint, removed bigint)
 language plpgsql as $$
 #variable_conflict use_column
 declare
-    l record; v_bound bigint; v_first bigint; v_now timestamptz := clock_timestamp();
+    l record; v_bound bigint; v_first bigint; v_now timestamptz := clock_timestamp(); v_queues bigint[];
 begin
     removed := 0;
     last_lane := null;
+    v_queues := array(select q.id from queue q where (q.options ->> 'retentionEnabled')::boolean);
+    if cardinality(v_queues) = 0 then
+        return next;
+        return;
+    end if;
     for l in select l.id, l.first_seq, l.next_seq, (q.options ->> 'retentionSeconds')::int as keep,
                     (q.options ->> 'completedRetentionSeconds')::int as keep_done
                from lane l join queue q on q.id = l.queue_id
-              where l.id > p_after and (q.options ->> 'retentionEnabled')::boolean
+              where l.id > p_after and l.queue_id = any (v_queues) and l.next_seq > l.first_seq
               order by l.id limit p_lanes loop
         last_lane := l.id;
         v_bound := null;

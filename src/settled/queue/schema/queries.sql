@@ -28,6 +28,17 @@ select s.lane_id, s.first_seq, s.hashes
  where s.hashes is not null and s.created_at > clock_timestamp() - make_interval(secs => r.seconds)
  order by s.lane_id, s.first_seq
 
+-- name: lane_hashes_page
+select s.first_seq, s.hashes from segment s
+ where s.lane_id = $1 and s.hashes is not null and s.created_at > clock_timestamp() - make_interval(secs => $2)
+   and s.first_seq >= $3 and s.first_seq < $4
+ order by s.first_seq limit $5
+
+-- name: lane_starts
+select l.id, greatest(l.first_seq, coalesce((select min(s.first_seq) from segment s
+           where s.lane_id = l.id and s.created_at > clock_timestamp() - make_interval(secs => r.seconds)), l.next_seq)) as seq
+  from unnest($1::bigint[], $2::float8[]) r (lane, seconds) join lane l on l.id = r.lane
+
 -- name: group_by_name
 select id from consumer_group where name = $1
 
@@ -176,7 +187,13 @@ delete from journal where ctid = any (array(
 delete from wide_lease where at < clock_timestamp() - interval '2 days'
 
 -- name: tidy_consumers
-delete from consumer c where not exists (select from lane l where l.id = c.lane_id)
+with looked as (
+    select lane_id from consumer where lane_id > $1 order by lane_id limit $2
+), removed as (
+    delete from consumer c using (select distinct lane_id from looked) o
+     where c.lane_id = o.lane_id and not exists (select from lane l where l.id = o.lane_id) returning 1
+)
+select (select max(lane_id) from looked) as last, (select count(*) from removed) as removed
 
 -- name: dead_letters
 select d.*, count(*) over () as total
