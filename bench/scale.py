@@ -44,6 +44,14 @@ CASES = {
         (("push", 1), ("push", 100), ("pop", 1), ("pop", 100), ("cycle", 100)),
     ),
 }
+COUNTS = {
+    ("push", 1): 8_000,
+    ("push", 100): 200_000,
+    ("pop", 1): 8_000,
+    ("pop", 100): 200_000,
+    ("cycle", 1): 2_000,
+    ("cycle", 100): 60_000,
+}
 WORDS = {
     "push": "push {}",
     "pop": "pop {} of any partition, auto-ack",
@@ -81,14 +89,15 @@ class Side:
         self._process.wait()
 
 
-def measure(small: Side, large: Side, work: str, size: int, seconds: float) -> tuple[str, ...]:
+def measure(small: Side, large: Side, work: str, size: int, messages: float) -> tuple[str, ...]:
     """One line of the table: both sides in turns."""
+    count = round(COUNTS[work, size] * messages)
     for side in (small, large):
-        side(work, size=size, seconds=seconds / 2)  # warm
+        side(work, size=size, count=count // 2)  # warm
     turns: dict[Side, list[dict[str, float]]] = {small: [], large: []}
     for turn in range(TURNS):
         for side in (small, large) if turn % 2 == 0 else (large, small):
-            turns[side].append(side(work, size=size, seconds=seconds))
+            turns[side].append(side(work, size=size, count=count))
 
     def middle(side: Side, figure: str) -> float:
         return statistics.median(row[figure] for row in turns[side])
@@ -103,7 +112,7 @@ def measure(small: Side, large: Side, work: str, size: int, seconds: float) -> t
     )
 
 
-def run(case: Case, seconds: float, retained: int) -> Iterator[str]:
+def run(case: Case, messages: float, retained: int) -> Iterator[str]:
     """Run one case; answers lines of Markdown."""
     small, large = Side(), Side()
     try:
@@ -114,7 +123,7 @@ def run(case: Case, seconds: float, retained: int) -> Iterator[str]:
         yield "| | CPU a message, few: engine + Postgres, µs | many | ratio | msg/s, few | many | ratio |"
         yield "|---|---|---|---|---|---|---|"
         for work, size in case.works:
-            yield f"| {' | '.join(measure(small, large, work, size, seconds))} |"
+            yield f"| {' | '.join(measure(small, large, work, size, messages))} |"
         rest = [side("rest", seconds=10.0) for side in (small, large)]
         memory = [side("memory")["mib"] for side in (small, large)]
         share = ", ".join(f"{100 * row['server'] + 100 * row['postgres']:.1f} %" for row in rest)
@@ -135,12 +144,12 @@ def main() -> None:
     """Run the cases and print their tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
+    parser.add_argument("--messages", type=float, default=1.0, help="so many times the usual number a turn")
     parser.add_argument("--retained", type=int, default=RETAINED)
     options = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f}")
     for name in options.only:
-        for line in run(CASES[name], options.seconds, options.retained):
+        for line in run(CASES[name], options.messages, options.retained):
             print(line, flush=True)
     print(f"\nload average {os.getloadavg()[0]:.1f}")
 
