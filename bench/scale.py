@@ -124,7 +124,7 @@ def run(case: Case, messages: float, retained: int) -> Iterator[str]:
         yield "|---|---|---|---|---|---|---|"
         for work, size in case.works:
             yield f"| {' | '.join(measure(small, large, work, size, messages))} |"
-        rest = [side("rest", seconds=10.0) for side in (small, large)]
+        rest = [side("rest", seconds=30.0) for side in (small, large)]
         memory = [side("memory")["mib"] for side in (small, large)]
         share = ", ".join(f"{100 * row['server'] + 100 * row['postgres']:.1f} %" for row in rest)
         yield f"\nAt rest (few, many): {share} of a core."
@@ -133,7 +133,8 @@ def run(case: Case, messages: float, retained: int) -> Iterator[str]:
             again = large("reopen")
             yield (
                 f"A new engine on it answered its first push, to one partition, after {again['one']:.2f} s, "
-                f"and pushes to all {again['partitions']:.0f} at once after {again['all']:.2f} s."
+                f"and pushes to all {again['partitions']:.0f} at once after {again['all']:.2f} s "
+                f"(for {again['cpu']:.2f} s of processor time)."
             )
     finally:
         small.close()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from settled.queue.ack import Settler
 from settled.queue.activity import Activity, wait_for
-from settled.queue.admin import Room
 from settled.queue.cache import SegmentCache
 from settled.queue.db import Clock, Pool, migrate, sql
 from settled.queue.errors import Unavailable
@@ -22,6 +21,7 @@ from settled.queue.poll import Poller
 from settled.queue.pop import Popper
 from settled.queue.push import Pusher
 from settled.queue.ready import ReadySets
+from settled.queue.room import Room
 from settled.queue.schedule import Scheduler
 from settled.queue.types import AckItem
 
@@ -114,6 +114,7 @@ class Core:
             for task in late:
                 task.cancel()
         await self.pusher.close()
+        await self.room.close()
         await self.popper.close()
         await asyncio.gather(*self._given_back, return_exceptions=True)
         await self.settler.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -202,7 +203,11 @@ class Remembered:
 
     def trim(self, first_seq: int) -> None:
         """Drop the ids of messages before this one."""
-        self._filter(lambda run: run.since(first_seq), lambda seq: seq >= first_seq)
+        oldest = min(
+            [run.base for run in self._runs] + [seq for _, seq in islice(self._pairs(), 1)], default=0
+        )
+        if oldest < first_seq:
+            self._filter(lambda run: run.since(first_seq), lambda seq: seq >= first_seq)
 
     def _filter(self, runs: Callable[[Run], Run | None], fresh: Callable[[int], bool]) -> None:
         self._runs = [kept for run in self._runs if (kept := runs(run)) is not None]

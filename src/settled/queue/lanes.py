@@ -24,14 +24,12 @@ NAME_LIMIT = 255
 class Queue:
     """A queue as this worker knows it."""
 
-    __slots__ = ("backlog", "backlog_at", "id", "name", "namespace", "options", "task", "uid")
+    __slots__ = ("id", "name", "namespace", "options", "task", "uid")
 
     def __init__(self, row: Any) -> None:
         self.id: int = row["id"]
         self.uid = str(row["uid"])
         self.name: str = row["name"]
-        self.backlog = 0
-        self.backlog_at = 0.0
         self.update(row)
 
     def update(self, row: Any) -> None:

@@ -41,14 +41,10 @@ async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:
         limited = True  # look closer: one of them may have a limit
     if not later and not limited:
         return await push_items(core.pusher, core.registry, items)
-    counts = core.room.limited(items)
-    await core.room.take(counts)
-    try:
+    async with core.room.hold(core.room.limited(items)):
         if not later:
             return await push_items(core.pusher, core.registry, items)
         return await _push_mixed(core, items, [item for item in items if item.delay_seconds])
-    finally:
-        core.room.done(counts)
 
 
 def push_soon(

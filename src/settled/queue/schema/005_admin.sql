@@ -8,6 +8,7 @@ begin
         on conflict (name) do update set namespace = p_namespace, task = p_task, options = p_options
     returning id into v_id;
     insert into lane (queue_id, name) values (v_id, 'Default') on conflict (queue_id, name) do nothing;
+    delete from room where queue_id = v_id;  -- without a limit nobody counted
     insert into activity (worker, kind, queues, lanes) values (p_worker, 'config', array[v_id], '{}');
     return v_id;
 end
@@ -42,6 +43,7 @@ begin
     delete from manifest where reader_id = any (v_readers);
     delete from reader where id = any (v_readers);
     delete from lane where queue_id = v_id;
+    delete from room where queue_id = v_id;
     delete from queue where id = v_id;
     insert into activity (worker, kind, queues, lanes) values (p_worker, 'config', array[v_id], '{}');
     return true;

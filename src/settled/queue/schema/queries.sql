@@ -117,6 +117,24 @@ select coalesce(sum(l.next_seq - greatest(l.first_seq, coalesce(
            (select min(c.cursor) from consumer c where c.lane_id = l.id), l.first_seq))), 0)::bigint
   from lane l where l.queue_id = $1
 
+-- name: room_lock
+select pg_advisory_lock(96631519, (u.id % 2147483647)::int) from unnest($1::bigint[]) with ordinality u (id, place)
+
+-- name: room_unlock
+select pg_advisory_unlock(96631519, (u.id % 2147483647)::int) from unnest($1::bigint[]) u (id)
+
+-- name: room_sizes
+select queue_id, size, extract(epoch from clock_timestamp() - counted_at)::float8 as age from room
+ where queue_id = any ($1::bigint[])
+
+-- name: room_note
+insert into room (queue_id, size, counted_at)
+select u.id, u.size, clock_timestamp() from unnest($1::bigint[], $2::bigint[], $3::boolean[]) u (id, size, counted)
+    on conflict (queue_id) do update set size = excluded.size,
+       counted_at = case when excluded.queue_id = any (array(
+           select v.id from unnest($1::bigint[], $3::boolean[]) v (id, counted) where v.counted))
+           then excluded.counted_at else room.counted_at end
+
 -- name: schedule
 insert into scheduled (due, lane_id, message_id, transaction_id, headers, payload)
 select clock_timestamp() + make_interval(secs => u.delay), u.lane, u.message, u.tx, u.headers, u.payload
