@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from settled.queue.errors import BadRequest, Conflict, Fenced, NotFound, QueueError, QueueFull, Unavailable
 
+from .buffered import Buffered
 from .exchange import Answer, HttpError, Request
 from .messages import Messages
 from .metrics import Board, Counters
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from settled.queue.engine import Engine
 
+    from .spool import Spool
+
 log = logging.getLogger("settled.server")
 
 _CORS = (
@@ -32,11 +35,12 @@ _CORS = (
 class App:
     """Answers requests with an engine; call `stop()` before the listener is stopped."""
 
-    def __init__(self, engine: Engine, board: Board, connections: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, board: Board, spool: Spool, connections: Callable[[], int]) -> None:
         self.counters = Counters()
         self._messages = Messages(engine)
-        self.system = System(engine, self.counters, board, connections)
-        self._router = Router(routes(engine, self._messages, self.system, self.openapi))
+        self._push = Buffered(self._messages.push, spool)
+        self.system = System(engine, self.counters, board, spool, connections)
+        self._router = Router(routes(engine, self._messages, self._push, self.system, self.openapi))
         self._document = document(self._router.routes)
 
     def stop(self) -> None:
