@@ -28,7 +28,7 @@ def _lane(engine: Engine, queue: str, partition: str = "Default") -> Lane:
 def _seconds_to_take(lanes_before: int) -> float:
     """How long takes and returns of ten lanes take, after so many others were emptied."""
     ready = ReadySet(1, 1)
-    ready.add_all([(lane, 1) for lane in range(lanes_before + 10)])
+    ready.add_all(dict.fromkeys(range(lanes_before + 10), 1))
     for _ in range(lanes_before):
         lane = ready.take()
         assert lane is not None

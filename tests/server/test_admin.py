@@ -177,6 +177,7 @@ def test_traces_are_left_and_found(http: Http, queue: str) -> None:
     )
     found = http("GET", f"/api/v1/traces/by-name/{quote(name)}").body
     assert (found["total"], found["traces"][0]["queue_name"]) == (1, queue)
+    assert found["traces"][0]["message_payload"] == 1
     assert name in {
         n["trace_name"] for n in http("GET", "/api/v1/traces/names", limit=1000).body["trace_names"]
     }

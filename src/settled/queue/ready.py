@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from settled.queue.db import sql
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from settled.queue.db import Clock, Pool
     from settled.queue.lanes import Lane
@@ -50,18 +50,14 @@ class ReadySet:
             self.ready[lane_id] = self.ready.get(lane_id, 0) + count
             self.wake()
 
-    def add_all(self, lanes: Sequence[tuple[int, int]]) -> None:
-        """Lanes have more messages: (lane, how many). A push tells every group, so this must be quick."""
-        if self.asked or self.held:
-            for lane_id, count in lanes:
-                self.add(lane_id, count)
-            return
-        ready = self.ready
-        for lane_id, count in lanes:
-            ready[lane_id] = ready.get(lane_id, 0) + count
-        if self.waiters:
-            for _ in lanes:
+    def add_all(self, lanes: Mapping[int, int]) -> None:
+        """Lanes have more messages: how many by lane. A push tells every group, so this must be quick."""
+        if self.ready.keys() >= lanes.keys():  # what is known to be ready needs no better guess
+            for _ in lanes if self.waiters else ():
                 self.wake()
+            return
+        for lane_id, count in lanes.items():
+            self.add(lane_id, count)
 
     def release(self, lane_id: int, until: float | None, now: float) -> None:
         """The lane was given back, with more to read, or something that comes due at `until`."""
@@ -190,9 +186,9 @@ class ReadySets:
 
     def pushed(self, lanes: Iterable[tuple[int, int, int]]) -> None:
         """Messages were appended: (queue, lane, how many)."""
-        told: dict[int, list[tuple[int, int]]] = {}
+        told: dict[int, dict[int, int]] = {}
         for queue_id, lane_id, count in lanes:
-            told.setdefault(queue_id, []).append((lane_id, count))
+            told.setdefault(queue_id, {})[lane_id] = count
             if self.lane_waiters:
                 self._wake_lane(lane_id)
         for queue_id, own in told.items():

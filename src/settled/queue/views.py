@@ -104,7 +104,7 @@ class JournalEntry(msgspec.Struct):
 
 
 class Trace(msgspec.Struct):
-    """A note somebody left on a message."""
+    """A note somebody left on a message; `payload` of the message where notes of several were asked for."""
 
     id: str
     transaction_id: str
@@ -117,6 +117,8 @@ class Trace(msgspec.Struct):
     data: bytes
     worker: str
     created_at: datetime
+    payload: bytes | None = None
+    content_type: str = JSON
 
 
 class TraceName(msgspec.Struct):

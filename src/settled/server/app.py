@@ -102,7 +102,7 @@ def refusal(error: QueueError) -> Answer:
     """The engine's refusals as HTTP."""
     match error:
         case BadRequest():
-            return HttpError(400, str(error), field=error.field).answer()
+            return HttpError(400, str(error), field=error.field.rpartition(": ")[2]).answer()
         case NotFound():
             return HttpError(404, str(error), success=False, message="not_found").answer()
         case Conflict() | Fenced():
