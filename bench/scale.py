@@ -1,176 +1,159 @@
-"""Does the queue engine slow down with size? `python -m bench.scale [seconds] [messages retained]`.
+"""Does the queue slow down with size? `python -m bench.scale`, or `--only idle groups retained`.
 
-Each case is measured small, large and small again in turns, so that a busy machine hurts both alike; what is
-printed is the ratio large to small of messages a second of processor time (this process and Postgres) and of
-wall time.
+Two engines run in processes of their own, each on a Postgres of its own: a small one, and one with 100,000
+idle partitions, ten groups, or ten million messages retained. They are measured in turns, so that a busy
+machine hurts both alike. What counts is processor time a message (the engine's process and its Postgres, with
+all that runs in them meanwhile), because that does not depend on who else uses the machine.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
+import argparse
+import json
 import os
 import statistics
+import subprocess
 import sys
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import uvloop
-
-from bench.queue_engine import LANES, PAYLOAD, start
-from settled.queue.engine import Engine
-from settled.queue.types import AckItem, PopRequest, PushItem
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Iterator
 
-    from settled.queue.embedded import EmbeddedPostgres
-
-TURNS = 3
+TURNS = 4
 IDLE_LANES = 100_000
-_ids = itertools.count()
+RETAINED = 10_000_000
+GROUPS = 10
 
 
-def processor_seconds(root: int | None) -> float:
-    """Processor time of this process and of Postgres, its ended children too."""
-    tick = os.sysconf("SC_CLK_TCK")
-    total = 0
-    parents: dict[int, int] = {}
-    spent: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        pid = int(stat.parent.name)
-        parents[pid] = int(fields[1])
-        spent[pid] = int(fields[11]) + int(fields[12])
-        if pid == root:
-            spent[pid] += int(fields[13]) + int(fields[14])
-    for pid, ticks in spent.items():
-        if pid in (root, os.getpid()) or parents[pid] == root:
-            total += ticks
-    return total / tick
+class Case(NamedTuple):
+    """What is measured, what the large side has more, and with which queue it is done."""
+
+    name: str
+    large: str
+    works: tuple[tuple[str, int], ...]
 
 
-async def rate(
-    server: EmbeddedPostgres, callers: int, seconds: float, work: Callable[[], Awaitable[int]]
-) -> tuple[float, float]:
-    """Messages a second of processor time, and of wall time."""
-    end = time.perf_counter() + seconds
-    done = 0
-
-    async def caller() -> None:
-        nonlocal done
-        while time.perf_counter() < end:
-            done += await work()
-
-    before, began = processor_seconds(server._pid()), time.perf_counter()
-    await asyncio.gather(*(caller() for _ in range(callers)))
-    took = time.perf_counter() - began
-    return done / max(0.01, processor_seconds(server._pid()) - before), done / took
-
-
-async def compare(
-    server: EmbeddedPostgres,
-    name: str,
-    seconds: float,
-    small: Callable[[], Awaitable[int]],
-    large: Callable[[], Awaitable[int]],
-    callers: int = 10,
-) -> None:
-    """Print how the large case does against the small one."""
-    for work in (small, large):
-        await rate(server, callers, seconds / 2, work)  # warm
-    ratios: list[tuple[float, float]] = []
-    rates: list[float] = []
-    for _ in range(TURNS):
-        a = await rate(server, callers, seconds, small)
-        b = await rate(server, callers, seconds, large)
-        c = await rate(server, callers, seconds, small)
-        ratios.append((2 * b[0] / (a[0] + c[0]), 2 * b[1] / (a[1] + c[1])))
-        rates.append(b[1])
-    processor, wall = (statistics.median(r[i] for r in ratios) for i in (0, 1))
-    print(f"{name:58s} {processor:5.2f} {wall:5.2f}   {statistics.median(rates):10,.0f} msg/s", flush=True)
+CASES = {
+    "idle": Case(
+        f"{IDLE_LANES:,} idle partitions", "idle", (("pop", 1), ("pop", 100), ("cycle", 1), ("cycle", 100))
+    ),
+    "groups": Case(f"{GROUPS} groups", "groups", (("push", 1), ("push", 100))),
+    "retained": Case(
+        "{retained:,} messages retained",
+        "retained",
+        (("push", 1), ("push", 100), ("pop", 1), ("pop", 100), ("cycle", 100)),
+    ),
+}
+COUNTS = {
+    ("push", 1): 8_000,
+    ("push", 100): 200_000,
+    ("pop", 1): 8_000,
+    ("pop", 100): 200_000,
+    ("cycle", 1): 2_000,
+    ("cycle", 100): 60_000,
+}
+WORDS = {
+    "push": "push {}",
+    "pop": "pop {} of any partition, auto-ack",
+    "cycle": "push {0}, pop {0} of any partition, ack {0}",
+}
 
 
-def items(queue: str, count: int) -> list[PushItem]:
-    """New messages of one lane, with ids of their own."""
-    number = next(_ids)
-    return [PushItem(queue, PAYLOAD, f"p{number % LANES}", f"t-{number}-{i}") for i in range(count)]
+class Side:
+    """One engine in a process of its own."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.scale_side"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, command: str, **arguments: Any) -> dict[str, float]:
+        """Have something done and answer its figures."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{command} failed: its error is above")
+        answer: dict[str, float] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
-def pusher(engine: Engine, queue: str, count: int) -> Callable[[], Awaitable[int]]:
-    """Pushes to the 50 busy lanes."""
+def measure(small: Side, large: Side, work: str, size: int, messages: float) -> tuple[str, ...]:
+    """One line of the table: both sides in turns."""
+    count = round(COUNTS[work, size] * messages)
+    for side in (small, large):
+        side(work, size=size, count=count // 2)  # warm
+    turns: dict[Side, list[dict[str, float]]] = {small: [], large: []}
+    for turn in range(TURNS):
+        for side in (small, large) if turn % 2 == 0 else (large, small):
+            turns[side].append(side(work, size=size, count=count))
 
-    async def push() -> int:
-        return len(await engine.push(items(queue, count)))
+    def middle(side: Side, figure: str) -> float:
+        return statistics.median(row[figure] for row in turns[side])
 
-    return push
-
-
-def popper(engine: Engine, queue: str, batch: int) -> Callable[[], Awaitable[int]]:
-    """A push, a pop of any partition, and its acks: as much goes out as comes in."""
-
-    async def pop() -> int:
-        await engine.push(items(queue, batch))
-        popped = await engine.pop(PopRequest(queue, batch=batch))
-        acks = [
-            AckItem(m.transaction_id, m.partition_id, lease_id=popped.lease_id) for m in popped.messages()
-        ]
-        return len(await engine.ack(acks)) if acks else 0
-
-    return pop
-
-
-async def fill(engine: Engine, queue: str, total: int) -> None:
-    """Retain so many messages, settled by nobody."""
-    sent = 0
-    while sent < total:
-        await asyncio.gather(*(engine.push(items(queue, 1000)) for _ in range(20)))
-        sent += 20_000
+    cpu = {side: middle(side, "server_us") + middle(side, "postgres_us") for side in turns}
+    return (
+        WORDS[work].format(size),
+        *(f"{middle(side, 'server_us'):.1f} + {middle(side, 'postgres_us'):.1f}" for side in turns),
+        f"{cpu[large] / cpu[small]:.2f}",
+        *(f"{middle(side, 'rate'):,.0f}" for side in turns),
+        f"{middle(large, 'rate') / middle(small, 'rate'):.2f}",
+    )
 
 
-async def main(seconds: float, retained: int) -> None:
-    """Run every case once."""
-    server = start()
+def run(case: Case, messages: float, retained: int) -> Iterator[str]:
+    """Run one case; answers lines of Markdown."""
+    small, large = Side(), Side()
     try:
-        async with await Engine.open(server.dsn) as engine:
-            print(f"{'large against small':58s} {'cpu':>5s} {'wall':>5s}")
-            for at in range(0, IDLE_LANES, 1000):  # each has been used once
-                await engine.push([PushItem("wide", b"0", f"idle{i}") for i in range(at, at + 1000)])
-            while len(await engine.pop(PopRequest("wide", batch=10_000, partitions=1000, auto_ack=True))):
-                pass
-            for batch in (1, 100):
-                small, large = popper(engine, "narrow", batch), popper(engine, "wide", batch)
-                await compare(
-                    server, f"push, pop any, ack {batch}: 100,000 idle partitions / 0", seconds, small, large
-                )
-            for queue, groups in (("one", 1), ("ten", 10)):
-                for group in range(groups):
-                    await engine.push(items(queue, 1))
-                    await engine.pop(PopRequest(queue, group=f"g{group}", auto_ack=True))
-            for count in (1, 100):
-                small, large = pusher(engine, "one", count), pusher(engine, "ten", count)
-                await compare(server, f"push {count}: 10 groups / 1", seconds, small, large)
-            began = time.perf_counter()
-            await fill(engine, "full", retained)
-            size = await engine._core.pool.fetchval("select pg_total_relation_size('segment')")
-            print(
-                f"{retained:,} messages retained after {time.perf_counter() - began:.0f} s, "
-                f"{size / 2**20:,.0f} MiB"
+        for side in (small, large):
+            side("open")
+        filled = large("fill", kind=case.large, retained=retained)
+        yield f"\n{case.name.format(retained=retained)} (made in {filled['seconds']:.0f} s)\n"
+        yield "| | CPU a message, few: engine + Postgres, µs | many | ratio | msg/s, few | many | ratio |"
+        yield "|---|---|---|---|---|---|---|"
+        for work, size in case.works:
+            yield f"| {' | '.join(measure(small, large, work, size, messages))} |"
+        rest = [side("rest", seconds=30.0) for side in (small, large)]
+        memory = [side("memory")["mib"] for side in (small, large)]
+        share = ", ".join(f"{100 * row['server'] + 100 * row['postgres']:.1f} %" for row in rest)
+        yield f"\nAt rest (few, many): {share} of a core."
+        yield f"The engine's memory (few, many): {memory[0]:.0f}, {memory[1]:.0f} MiB."
+        if case.large == "retained":
+            again = large("reopen")
+            yield (
+                f"A new engine on it answered its first push, to one partition, after {again['one']:.2f} s, "
+                f"and pushes to all {again['partitions']:.0f} at once after {again['all']:.2f} s "
+                f"(for {again['cpu']:.2f} s of processor time)."
             )
-            await engine.seek("__QUEUE_MODE__", "full", "end")
-            for count in (1, 100):
-                small, large = pusher(engine, "empty", count), pusher(engine, "full", count)
-                await compare(server, f"push {count}: {retained:,} retained / few", seconds, small, large)
-            small, large = popper(engine, "narrow", 100), popper(engine, "full", 100)
-            await compare(server, f"push, pop, ack 100: {retained:,} retained / 0", seconds, small, large)
     finally:
-        server.stop()
+        small.close()
+        large.close()
+
+
+def main() -> None:
+    """Run the cases and print their tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--messages", type=float, default=1.0, help="so many times the usual number a turn")
+    parser.add_argument("--retained", type=int, default=RETAINED)
+    options = parser.parse_args()
+    print(f"load average {os.getloadavg()[0]:.1f}")
+    for name in options.only:
+        for line in run(CASES[name], options.messages, options.retained):
+            print(line, flush=True)
+    print(f"\nload average {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
-    given = [*sys.argv[1:], *("2.0", "1000000")[len(sys.argv) - 1 :]]
-    uvloop.run(main(float(given[0]), int(given[1])))
+    main()

@@ -232,3 +232,35 @@ async def test_a_crowd_of_first_pushes_makes_each_partition_once(engine: Engine)
     assert {r[0].status for r in results if isinstance(r, list)} == {"queued"}
     assert len(results) == 500
     assert sorted(made) == [("q", f"lane {n}") for n in range(5)]
+
+
+@with_engines(3)
+async def test_max_size_holds_though_many_servers_push_at_once(*engines: Engine) -> None:
+    await engines[0].configure("q", {"maxSize": 40})
+    await engines[0].configure("r", {"maxSize": 1000})
+    for turn in range(3):
+        pushes = [
+            engines[i % 3].push(
+                [PushItem("q", b"1", f"p{i % 4}"), PushItem("q", b"2"), PushItem("r" if i % 2 else "s", b"3")]
+            )
+            for i in range(60)
+        ]
+        results = await asyncio.gather(*pushes, return_exceptions=True)
+        assert sum(isinstance(r, QueueFull) for r in results) == (40 if turn == 0 else 60)
+        assert sum(isinstance(r, list) for r in results) == (20 if turn == 0 else 0)
+        assert (await engines[1].queue("q")).pending == 40
+    assert (await engines[1].queue("r")).pending + (await engines[1].queue("s")).pending == 20
+    await engines[2].clear_queue("q")
+    assert len(await engines[1].push([PushItem("q", b"1")])) == 1
+
+
+@with_engines(2)
+async def test_max_size_counts_what_was_there_before_it_was_set(one: Engine, two: Engine) -> None:
+    await push(one, "q", "a", "b", "c")
+    await one.configure("q", {"maxSize": 4000})
+    await push(one, "q", "d")
+    await one.configure("q", {})
+    await push(two, "q", *(f"x{i}" for i in range(10)))
+    await one.configure("q", {"maxSize": 14})
+    with pytest.raises(QueueFull, match="14 pending"):
+        await push(one, "q", "e")

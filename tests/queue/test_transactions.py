@@ -16,6 +16,7 @@ from settled.queue.types import (
     NotFound,
     PushItem,
     PushOp,
+    QueueFull,
     StateOp,
 )
 from tests.queue.helpers import drain, ids, pop, push, settle, with_engine, with_engines
@@ -79,6 +80,19 @@ async def test_one_bad_operation_undoes_all_of_them(engine: Engine) -> None:
     assert (await engine.transaction([ack, new])).success
     assert await drain(engine, "out") == ["new"]
     assert (await push(engine, "out", "new"))[0].status == "duplicate"
+
+
+@with_engine
+async def test_a_transaction_that_finds_a_queue_full_changes_nothing(engine: Engine) -> None:
+    await engine.configure("out", {"maxSize": 2})
+    await push(engine, "in", "a")
+    batch = await pop(engine, "in")
+    ack = AckOp(AckItem("a", next(batch.messages()).partition_id, lease_id=batch.lease_id))
+    with pytest.raises(QueueFull, match="0 pending, maxSize 2"):
+        await engine.transaction([ack, PushOp([PushItem("out", b"1")] * 3)])
+    assert (await settle(engine, batch, "completed"))[0].success
+    assert await drain(engine, "out") == []
+    assert (await engine.transaction([PushOp([PushItem("out", b"1")] * 2)])).success
 
 
 @with_engine

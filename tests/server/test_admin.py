@@ -117,8 +117,10 @@ def test_a_dead_letter_is_put_back_or_dropped(http: Http, queue: str) -> None:
 
 
 def test_single_messages_are_found_listed_buried_and_deleted(http: Http, queue: str) -> None:
+    http.configure(queue, priority=7)
     pushed = http.push(queue, {"n": 1}, {"n": 2}, {"n": 3})
     listed = http("GET", "/api/v1/messages", queue=queue).body
+    assert {m["queuePriority"] for m in listed["messages"]} == {7}
     assert {m["status"] for m in listed["messages"]} == {"pending"}
     assert len(listed["messages"]) == 3
     assert len(http("GET", "/api/v1/messages", queue=queue, limit=1, offset=1).body["messages"]) == 1
@@ -127,6 +129,11 @@ def test_single_messages_are_found_listed_buried_and_deleted(http: Http, queue: 
     one = http("GET", address[0]).body
     assert (one["payload"], one["status"], one["queue"]) == ({"n": 1}, "processing", queue)
     assert one["consumerGroups"][0]["name"] == "__QUEUE_MODE__"
+    assert (one["queuePriority"], one["queueConfig"]["priority"], one["queueConfig"]["leaseTime"]) == (
+        7,
+        7,
+        300,
+    )
     assert http.ack(first).status == 200
     assert http("GET", address[0]).body["status"] == "completed"
     assert http("DELETE", address[1]).status == 200
@@ -170,6 +177,7 @@ def test_traces_are_left_and_found(http: Http, queue: str) -> None:
     )
     found = http("GET", f"/api/v1/traces/by-name/{quote(name)}").body
     assert (found["total"], found["traces"][0]["queue_name"]) == (1, queue)
+    assert found["traces"][0]["message_payload"] == 1
     assert name in {
         n["trace_name"] for n in http("GET", "/api/v1/traces/names", limit=1000).body["trace_names"]
     }
@@ -215,29 +223,6 @@ def test_stream_queries_keep_state_push_and_ack_in_one_transaction(http: Http, q
     assert http.pop(queue, consumerGroup="s")["messages"] == []
     reset = http("POST", "/streams/v1/queries", {**register, "config_hash": "h2", "reset": True}).body
     assert (reset["success"], reset["reset"]) == (True, True)
-
-
-def test_maintenance_switches_stop_pushes_and_pops(http: Http, queue: str) -> None:
-    http.push(queue, 1)
-    assert http("GET", "/api/v1/system/maintenance").body["maintenanceMode"] is False
-    try:
-        assert http("POST", "/api/v1/system/maintenance", {"enabled": True}).body["maintenanceMode"] is True
-        refused = http("POST", "/api/v1/push", {"items": [{"queue": queue}]})
-        assert refused.status == 503
-        assert "retry-after" in refused.headers
-    finally:
-        http("POST", "/api/v1/system/maintenance", {"enabled": False})
-    try:
-        assert (
-            http("POST", "/api/v1/system/maintenance/pop", {"enabled": True}).body["popMaintenanceMode"]
-            is True
-        )
-        paused = http.pop(queue)
-        assert (paused["messages"], paused["paused"]) == ([], True)
-    finally:
-        http("POST", "/api/v1/system/maintenance/pop", {"enabled": False})
-    assert http.pop(queue)["messages"][0]["data"] == 1
-    http.push(queue, 2)
 
 
 def test_health_metrics_and_the_dashboards_figures(http: Http, queue: str) -> None:

@@ -89,6 +89,12 @@ def test_a_bad_body_is_400_and_says_what_is_wrong(http: Http, path: str, body: b
     assert answer.headers["content-type"] == "application/json"
 
 
+def test_a_bad_option_is_named_as_a_field(http: Http, queue: str) -> None:
+    answer = http("POST", "/api/v1/configure", {"queue": queue, "options": {"leaseTime": 0}})
+    assert (answer.status, answer.body["field"]) == (400, "options.leaseTime")
+    assert f"queue '{queue}'" in answer.body["error"]
+
+
 BAD_QUERIES: list[tuple[str, dict[str, Any]]] = [
     ("/api/v1/pop/queue/q", {"batch": 0}),
     ("/api/v1/pop/queue/q", {"batch": -5}),

@@ -6,22 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from settled.queue import sealing
 from settled.queue.db import sql
-from settled.queue.errors import NotFound, QueueFull
+from settled.queue.errors import NotFound
 from settled.queue.lanes import check_name
 from settled.queue.options import parse_options
 from settled.queue.poll import parse_time
 from settled.queue.types import DEFAULT_PARTITION, Configured, Maintenance
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from datetime import datetime
 
     from settled.queue.core import Core
     from settled.queue.lanes import Queue
-    from settled.queue.types import PushItem
-
-BACKLOG_AGE, BACKLOG_AGE_TIGHT = 0.25, 0.01
-TIGHT = 1000
 
 
 async def configure(
@@ -135,50 +131,6 @@ def _reset(core: Core, queue_id: int) -> None:
     for key in [key for key in core.ready.sets if key[0] == queue_id]:
         core.ready.drop(key)
     core.activity.ring()
-
-
-class Room:
-    """Keeps queues with a maxSize within it: measured now and then, counted in between."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._under_way: dict[int, int] = {}
-
-    def limited(self, items: Sequence[PushItem]) -> dict[Queue, int]:
-        """How many messages go to each queue that has a limit."""
-        queues = self._core.registry.queues
-        if not any(queue.options.max_size for queue in queues.values()):
-            return {}
-        counts: dict[Queue, int] = {}
-        for item in items:
-            queue = queues.get(item.queue)
-            if queue is not None and queue.options.max_size:
-                counts[queue] = counts.get(queue, 0) + 1
-        return counts
-
-    async def take(self, counts: dict[Queue, int]) -> None:
-        """Refuse what does not fit; else count it as under way."""
-        for queue, count in counts.items():
-            limit = queue.options.max_size
-            now = self._core.clock.now()
-            waiting = self._under_way.get(queue.id, 0)
-            # Other workers push too: the less room is left, the more often it is measured.
-            free = 1 - (queue.backlog + waiting) / limit if limit > TIGHT else 0
-            age = max(BACKLOG_AGE_TIGHT, BACKLOG_AGE * free)
-            if now - queue.backlog_at > age or queue.backlog + waiting + count > limit:
-                queue.backlog = await self._core.pool.fetchval(sql("backlog"), queue.id)
-                queue.backlog_at = now
-                waiting = self._under_way.get(queue.id, 0)
-            if queue.backlog + waiting + count > limit:
-                raise QueueFull(queue.name, queue.backlog + waiting, limit)
-        for queue, count in counts.items():
-            self._under_way[queue.id] = self._under_way.get(queue.id, 0) + count
-
-    def done(self, counts: dict[Queue, int]) -> None:
-        """The push was answered."""
-        for queue, count in counts.items():
-            self._under_way[queue.id] -= count
-            queue.backlog += count
 
 
 async def maintenance(core: Core, push: bool | None, pop: bool | None) -> Maintenance:

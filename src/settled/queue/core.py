@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from settled.queue.ack import Settler
 from settled.queue.activity import Activity, wait_for
-from settled.queue.admin import Room
 from settled.queue.cache import SegmentCache
 from settled.queue.db import Clock, Pool, migrate, sql
 from settled.queue.errors import Unavailable
@@ -22,6 +21,7 @@ from settled.queue.poll import Poller
 from settled.queue.pop import Popper
 from settled.queue.push import Pusher
 from settled.queue.ready import ReadySets
+from settled.queue.room import Room
 from settled.queue.schedule import Scheduler
 from settled.queue.types import AckItem
 
@@ -114,6 +114,7 @@ class Core:
             for task in late:
                 task.cancel()
         await self.pusher.close()
+        await self.room.close()
         await self.popper.close()
         await asyncio.gather(*self._given_back, return_exceptions=True)
         await self.settler.close()
@@ -152,7 +153,7 @@ class Core:
             "known_leases": len(self.leases),
             "ready_lanes": sum(len(r.ready) for r in ready),
             "waiting_pops": sum(len(r.waiters) for r in ready),
-            "remembered_ids": sum(lane.remembered.size for lane in self.registry.lanes_by_id.values()),
+            "remembered_ids": self.registry.memory.total,
             "cached_segment_bytes": self.cache.size,
             **{f"{name}_messages_total": count for name, count in self.settler.outcomes.items()},
             "refused_acks_total": self.settler.refused,

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
 MIGRATION_LOCK = 0x5E771ED
+_SETTINGS = {
+    "search_path": SCHEMA,
+    "timezone": "UTC",
+    "application_name": "settled",
+    "jit": "off",
+    # A plan made while a table was small would read all of it, and is kept when the table has grown.
+    "enable_seqscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+    "enable_material": "off",
+}
+# For whoever looks at everything.
+_BROAD = {"enable_hashjoin": "on", "enable_mergejoin": "on", "enable_material": "on"}
 
 _GONE = (
     OSError,
@@ -56,8 +69,9 @@ _QUERIES = _load_queries()
 
 async def connect(dsn: str, **settings: str) -> asyncpg.Connection:
     """One connection with our schema on its path."""
-    own = {"search_path": SCHEMA, "timezone": "UTC", "application_name": "settled", "jit": "off", **settings}
-    return await asyncpg.connect(dsn, server_settings=own, timeout=10, command_timeout=60)
+    return await asyncpg.connect(
+        dsn, server_settings={**_SETTINGS, **settings}, timeout=10, command_timeout=60
+    )
 
 
 class Link:
@@ -133,7 +147,7 @@ class Pool:
     """A few links for whatever is not the hot path."""
 
     def __init__(self, dsn: str, size: int) -> None:
-        self._links = [Link(dsn) for _ in range(size)]
+        self._links = [Link(dsn, **_BROAD) for _ in range(size)]
         self._free: asyncio.LifoQueue[Link] = asyncio.LifoQueue()
         self._running: set[asyncio.Task[list[Any]]] = set()
         for link in self._links:

@@ -319,6 +319,11 @@ class Engine:
 
     # The engine itself
 
+    @property
+    def pushes_paused(self) -> bool:
+        """Whether pushing is switched off, as far as this engine has heard."""
+        return self._core.switches.get("push", False)
+
     async def maintenance(self, *, push: bool | None = None, pop: bool | None = None) -> Maintenance:
         """Read the maintenance switches, or set those given; they hold for every engine on the database."""
         return await admin.maintenance(self._core, push, pop)

@@ -51,5 +51,13 @@ class Unavailable(QueueError):
         self.retry_after = retry_after
 
 
+class Paused(Unavailable):
+    """Pushing is switched off for maintenance."""
+
+    def __init__(self) -> None:
+        QueueError.__init__(self, "pushes are switched off for maintenance")
+        self.retry_after = 5.0
+
+
 class Fenced(QueueError):
     """The caller's claim was taken over by another holder; nothing was applied."""

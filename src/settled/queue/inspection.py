@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ LAGGING = 300
 DEAD = 86_400
 STATUSES = ("pending", "processing", "completed", "dead_letter")
 PAGE = 200
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 async def queues(core: Core, name: str | None, namespace: str | None, task: str | None) -> list[QueueStats]:
@@ -68,24 +70,24 @@ async def queue(core: Core, name: str) -> QueueStats:
     if not rows:
         raise NotFound("queue", name)
     stats = _stats(rows[0])
-    for row in await core.pool.fetch(sql("lane_stats"), rows[0]["id"]):
-        total, pending = row["total"], row["pending"]
-        stats.lanes = [
-            *stats.lanes,
-            LaneStats(
-                str(row["uid"]),
-                row["name"],
-                row["created_at"],
-                row["oldest_at"],
-                row["newest_at"],
-                total,
-                pending,
-                row["processing"],
-                total - pending,
-                row["dead"],
-            ),
-        ]
+    stats.lanes = [_lane_stats(row) for row in await core.pool.fetch(sql("lane_stats"), rows[0]["id"])]
     return stats
+
+
+def _lane_stats(row: Any) -> LaneStats:
+    total, pending = row["total"], row["pending"]
+    return LaneStats(
+        str(row["uid"]),
+        row["name"],
+        row["created_at"],
+        row["oldest_at"],
+        row["newest_at"],
+        total,
+        pending,
+        row["processing"],
+        total - pending,
+        row["dead"],
+    )
 
 
 async def lanes(core: Core, name: str | None, group: str | None, min_lag: float) -> list[LaneLag]:
@@ -116,31 +118,28 @@ async def lanes(core: Core, name: str | None, group: str | None, min_lag: float)
 async def groups(core: Core, name: str | None, group: str | None) -> list[GroupLag]:
     """How far groups are behind, by queue."""
     now = core.clock.now()
-    rows = await core.pool.fetch(sql("lane_lags"), name, group)
-    found: dict[tuple[str, str], GroupLag] = {}
-    seen: dict[tuple[str, str], float] = {}
-    for row in rows:
-        key = (row["grp"], row["queue"])
-        lag = found.get(key)
-        if lag is None:
-            mode = row["mode"]
-            lag = found[key] = GroupLag(
-                *key, 0, 0, 0, 0.0, 0, "Stable", mode, row["starts_at"], row["subscribed_at"]
-            )
-        behind = (
-            now - row["oldest_at"].timestamp() if row["oldest_at"] is not None and row["lag"] > 0 else 0.0
-        )
-        lag.partitions += 1
-        lag.total_lag += max(0, row["lag"])
-        lag.partitions_with_lag += row["lag"] > 0
-        lag.max_time_lag = max(lag.max_time_lag, behind)
-        lag.active_leases += row["lease"] is not None
-        if row["last_at"] is not None:
-            seen[key] = max(seen.get(key, 0.0), row["last_at"].timestamp())
-    for key, lag in found.items():
-        if lag.max_time_lag > LAGGING:
-            lag.state = "Dead" if not lag.active_leases and now - seen.get(key, 0.0) > DEAD else "Lagging"
-    return list(found.values())
+    return [_group_lag(row, now) for row in await core.pool.fetch(sql("group_lags"), name, group)]
+
+
+def _group_lag(row: Any, now: float) -> GroupLag:
+    behind = max(0.0, now - row["oldest_at"].timestamp()) if row["oldest_at"] is not None else 0.0
+    seen = row["last_at"].timestamp() if row["last_at"] is not None else 0.0
+    state = "Stable"
+    if behind > LAGGING:
+        state = "Dead" if not row["leases"] and now - seen > DEAD else "Lagging"
+    return GroupLag(
+        row["grp"],
+        row["queue"],
+        row["partitions"],
+        row["lagging"],
+        row["lag"],
+        behind,
+        row["leases"],
+        state,  # type: ignore[arg-type]
+        row["mode"],
+        row["starts_at"],
+        row["subscribed_at"],
+    )
 
 
 async def locate(core: Core, lane: Lane, transaction_id: str) -> tuple[Segment, int]:
@@ -151,7 +150,7 @@ async def locate(core: Core, lane: Lane, transaction_id: str) -> tuple[Segment, 
         own = segment.own_tx() or []
         if raw in own:
             return segment, own.index(raw)
-    before = 2**62
+    before = 2**62 if _UUID.fullmatch(transaction_id) else 0
     while rows := await core.pool.fetch(sql("lane_segments"), lane.id, before, 200):
         for row in rows:  # an id that we made is a message's own id
             segment = Segment(row["first_seq"], micros(row["created_at"]), row["body"])
@@ -179,14 +178,18 @@ async def message(core: Core, partition_id: str, transaction_id: str) -> Message
     states = await States.read(core, {lane.id: (seq, seq)})
     if (lane.id, seq) in states.holes:
         raise NotFound("message", transaction_id)
-    names = (lane.queue.name, lane.name, lane.uid, lane.queue.namespace, lane.queue.task)
-    return _view(segment, at, names, states.of(lane.id, seq), payload=True)
+    queue = lane.queue
+    names = (queue.name, lane.name, lane.uid, queue.namespace, queue.task)
+    view = _view(segment, at, names, queue.options.priority, states.of(lane.id, seq), payload=True)
+    view.options = queue.options
+    return view
 
 
 def _view(
     segment: Segment,
     at: int,
     names: tuple[str, str, str, str, str],
+    priority: int,
     states: list[GroupState],
     *,
     payload: bool,
@@ -209,6 +212,7 @@ def _view(
         content_type=row.content_type,
         payload=row.payload if payload else None,
         encrypted=segment.sealed,
+        priority=priority,
     )
 
 
@@ -251,7 +255,8 @@ def _views(row: Any, states: States, start: datetime, end: datetime) -> Iterator
     for at in reversed(range(segment.n)):
         seq = segment.first_seq + at
         if (row["lane_id"], seq) not in states.holes:
-            view = _view(segment, at, names, states.of(row["lane_id"], seq), payload=False)
+            group_states = states.of(row["lane_id"], seq)
+            view = _view(segment, at, names, row["priority"], group_states, payload=False)
             if start <= view.created_at < end:
                 yield view
 

@@ -16,17 +16,22 @@ from settled.queue.types import QUEUE_MODE, AckItem, PopRequest
 
 if TYPE_CHECKING:
     from settled.queue.core import Core
+    from settled.queue.lanes import Lane
 
 log = logging.getLogger("settled.queue")
 EVERY = 5.0
 COMPACT_EVERY = 6
 STEP_LANES, STEP_SEGMENTS = 200, 200
+LANES_A_ROUND = 2_000
+"""Of many idle lanes a round looks at so many; the next one goes on from there."""
 OVERDUE = 100
 OVERDUE_BATCH = 500
 JOURNAL_DAYS = 7
 JOURNAL_STEP = 2000
 LEASE_MEMORY = 3600.0
 REMEMBERED_IDS = 12_000_000
+LONG_UNUSED = 60
+"""Rounds."""
 
 
 class Janitor:
@@ -35,6 +40,9 @@ class Janitor:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._compactor = Compactor(core)
+        self._trimmed = 0
+        self._swept = 0
+        self._warned = False
 
     async def run(self) -> None:
         """Tidy up for ever."""
@@ -55,7 +63,7 @@ class Janitor:
         """One round; answers what it did."""
         core = self._core
         await core.clock.sync(core.pool)
-        self._forget()
+        await self._forget()
         async with core.pool.link() as link:
             if not (await link.fetch("select pg_try_advisory_lock(hashtext('settled janitor'))"))[0][0]:
                 return {}
@@ -67,23 +75,33 @@ class Janitor:
                     "journal": len(await self._old_journal()),
                     "activity": len(await core.pool.fetch(sql("tidy_activity") + " returning 1")),
                     "leases": len(await core.pool.fetch(sql("tidy_wide_leases") + " returning 1")),
-                    "consumers": len(await core.pool.fetch(sql("tidy_consumers") + " returning 1")),
+                    "consumers": await self._sweep(),
                 }
             finally:
                 await link.fetch("select pg_advisory_unlock(hashtext('settled janitor'))")
 
     async def _trim(self) -> int:
         """Retention, a few lanes a transaction, with a pause so that nobody notices."""
-        removed, after = 0, 0
-        while True:
+        removed = looked = 0
+        while looked < LANES_A_ROUND and not self._core.stopping.is_set():
             row = await self._core.pool.fetchrow(
-                "select * from trim_lanes($1, $2, $3)", after, STEP_LANES, STEP_SEGMENTS
+                "select * from trim_lanes($1, $2, $3)", self._trimmed, STEP_LANES, STEP_SEGMENTS
             )
             removed += row["removed"]
-            if row["last_lane"] is None or self._core.stopping.is_set():
-                return int(removed)
-            after = row["last_lane"] if not row["removed"] else after
+            if row["last_lane"] is None:
+                self._trimmed = 0
+                break
+            if not row["removed"]:
+                self._trimmed = row["last_lane"]
+                looked += STEP_LANES
             await asyncio.sleep(0.001)
+        return int(removed)
+
+    async def _sweep(self) -> int:
+        """Remove the cursors that a pop left on a lane which was deleted at the same moment."""
+        row = await self._core.pool.fetchrow(sql("tidy_consumers"), self._swept, LANES_A_ROUND)
+        self._swept = row["last"] or 0
+        return int(row["removed"])
 
     async def _expire(self) -> int:
         """Move what waited longer than maxWaitTimeSeconds or ttl to its group's dead letters."""
@@ -117,16 +135,38 @@ class Janitor:
             sql("tidy_journal") + " returning 1", float(JOURNAL_DAYS * 86_400), JOURNAL_STEP
         )
 
-    def _forget(self) -> None:
+    async def _forget(self) -> None:
         """Keep this worker's memory bounded."""
-        core = self._core
+        core, memory = self._core, self._core.registry.memory
         core.leases.drop_older(core.clock.now() - LEASE_MEMORY)
-        lanes = [
-            lane for lane in core.registry.lanes_by_id.values() if lane.remembered.size and not lane.busy
-        ]
-        total = sum(lane.remembered.size for lane in lanes)
-        for lane in sorted(lanes, key=lambda lane: lane.remembered.size, reverse=True):
-            if total <= REMEMBERED_IDS:
-                break
-            total -= lane.remembered.size
-            lane.remembered.forget()
+        memory.rounds += 1
+        if memory.total <= REMEMBERED_IDS:
+            self._warned = False
+            return
+        lanes = [lane for lane in core.registry.lanes_by_id.values() if lane.remembered.size]
+        lanes.sort(key=lambda lane: lane.remembered.used)
+        for lane in lanes:
+            if memory.total <= REMEMBERED_IDS:
+                return
+            if not lane.busy and memory.rounds - lane.remembered.used > LONG_UNUSED:
+                lane.remembered.forget()
+        await self._trim_memory(sorted(lanes, key=lambda lane: lane.remembered.size, reverse=True))
+        if memory.total > REMEMBERED_IDS and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d transaction ids are remembered, about %d MiB: a shorter dedupWindowSeconds or retention "
+                "takes less",
+                memory.total,
+                memory.total * 14 >> 20,
+            )
+
+    async def _trim_memory(self, lanes: list[Lane]) -> None:
+        """Drop the ids of messages that are gone, or older than is looked for."""
+        lanes = lanes[:LANES_A_ROUND]
+        windows = [float(lane.queue.options.dedup_window_seconds) for lane in lanes]
+        rows = await self._core.pool.fetch(sql("lane_starts"), [lane.id for lane in lanes], windows)
+        starts = {row["id"]: row["seq"] for row in rows}
+        for lane in lanes:
+            if lane.id in starts and not lane.busy:
+                lane.remembered.trim(starts[lane.id])
+                await asyncio.sleep(0)

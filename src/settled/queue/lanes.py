@@ -9,7 +9,7 @@ from uuid import UUID
 import msgspec
 
 from settled.queue.db import Pool, sql
-from settled.queue.dedup import Remembered
+from settled.queue.dedup import Memory, Remembered
 from settled.queue.errors import BadRequest
 from settled.queue.options import QueueOptions
 
@@ -24,14 +24,12 @@ NAME_LIMIT = 255
 class Queue:
     """A queue as this worker knows it."""
 
-    __slots__ = ("backlog", "backlog_at", "id", "name", "namespace", "options", "task", "uid")
+    __slots__ = ("id", "name", "namespace", "options", "task", "uid")
 
     def __init__(self, row: Any) -> None:
         self.id: int = row["id"]
         self.uid = str(row["uid"])
         self.name: str = row["name"]
-        self.backlog = 0
-        self.backlog_at = 0.0
         self.update(row)
 
     def update(self, row: Any) -> None:
@@ -46,12 +44,12 @@ class Lane:
 
     __slots__ = ("busy", "id", "name", "pending", "queue", "remembered", "uid")
 
-    def __init__(self, lane_id: int, uid: str, name: str, queue: Queue) -> None:
+    def __init__(self, lane_id: int, uid: str, name: str, queue: Queue, memory: Memory) -> None:
         self.id = lane_id
         self.uid = uid
         self.name = name
         self.queue = queue
-        self.remembered = Remembered()
+        self.remembered = Remembered(memory)
         self.pending: list[Chunk] = []
         self.busy = False
 
@@ -80,6 +78,7 @@ class Registry:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self.memory = Memory()
         self.queues: dict[str, Queue] = {}
         self.queues_by_id: dict[int, Queue] = {}
         self.lanes: dict[tuple[str, str], Lane] = {}
@@ -146,6 +145,7 @@ class Registry:
         """Drop a deleted lane."""
         self.lanes_by_id.pop(lane.id, None)
         self.lanes_by_uid.pop(lane.uid, None)
+        lane.remembered.forget()
         if self.lanes.get((lane.queue.name, lane.name)) is lane:
             del self.lanes[(lane.queue.name, lane.name)]
 
@@ -185,7 +185,7 @@ class Registry:
         lane = self.lanes_by_id.get(row["lane_id"])
         queue = self.queues_by_id.get(row["queue_id"])
         if lane is None and queue is not None:
-            lane = Lane(row["lane_id"], str(row["lane_uid"]), row["partition"], queue)
+            lane = Lane(row["lane_id"], str(row["lane_uid"]), row["partition"], queue, self.memory)
             self.lanes_by_id[lane.id] = self.lanes_by_uid[lane.uid] = lane
         if lane is not None:
             self.lanes[(lane.queue.name, lane.name)] = lane

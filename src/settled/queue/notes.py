@@ -9,6 +9,7 @@ from settled.queue.deadletters import check_page
 from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.queue.inspection import locate
 from settled.queue.lanes import check_name, check_uuid
+from settled.queue.segment import JSON
 from settled.queue.types import Page, StateRow, StreamQuery, Trace, TraceName
 
 if TYPE_CHECKING:
@@ -69,7 +70,27 @@ async def traces_by_name(core: Core, name: str, limit: int, offset: int) -> Page
     """The notes under one name."""
     check_page(limit, offset)
     rows = await core.pool.fetch(sql("traces_by_name"), check_name("traceName", name), limit, offset)
-    return Page([_trace(row) for row in rows], rows[0]["total"] if rows else 0, limit, offset)
+    found = [_trace(row) for row in rows]
+    read: dict[tuple[str, str], tuple[bytes | None, str]] = {}
+    for note in found:
+        key = (note.partition_id, note.transaction_id)
+        if key not in read:
+            read[key] = await _message(core, *key)
+        note.payload, note.content_type = read[key]
+    return Page(found, rows[0]["total"] if rows else 0, limit, offset)
+
+
+async def _message(core: Core, partition_id: str, transaction_id: str) -> tuple[bytes | None, str]:
+    """What is in a message, if it is still there."""
+    lane = await core.registry.lane_by_uid(partition_id)
+    try:
+        segment, at = await locate(core, lane, transaction_id) if lane is not None else (None, 0)
+    except NotFound:
+        segment = None
+    if segment is None:
+        return None, JSON
+    row = segment.row(at)
+    return row.payload, row.content_type
 
 
 async def trace_names(core: Core, limit: int, offset: int) -> Page[TraceName]:

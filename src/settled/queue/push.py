@@ -14,6 +14,7 @@ from settled.queue.batch import Batch, Chunk, Duplicate, Gone
 from settled.queue.cache import micros
 from settled.queue.db import Link, listed, sql
 from settled.queue.errors import Unavailable
+from settled.queue.recall import Recall, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +49,7 @@ class Pusher:
         self._cache = cache
         self._on_append = on_append
         self._links = [Link(dsn) for _ in range(FLUSHERS)]
+        self._recall = Recall(dsn, self.free)
         self._dirty: dict[Lane, None] = {}
         self._wake = asyncio.Event()
         self._freed = asyncio.Event()
@@ -67,6 +69,7 @@ class Pusher:
         self._closing = True
         self._wake.set()
         await asyncio.gather(*self._tasks)
+        await self._recall.close()
         for link in self._links:
             await link.close()
 
@@ -131,24 +134,26 @@ class Pusher:
     async def _run(self, link: Link) -> None:
         while True:
             while not self._dirty:
-                if self._closing:
+                if self._closing and not self._recall.busy:
                     return
                 self._wake.clear()
-                await self._wake.wait()
+                await (self._recall.idle() if self._closing else self._wake.wait())
             batches = self._take()
+            if not batches:
+                continue
             try:
                 await self._flush(link, batches)
             except Exception as error:  # the callers must hear of it, whatever it is
                 for batch in batches:
-                    batch.lane.remembered.forget()
+                    batch.lane.remembered.rewind()
                     if not batch.answered:
                         batch.fail(error)
             finally:
                 self.free(batch.lane for batch in batches)
 
     def _take(self) -> list[Batch]:
-        """What waits, as far as it fits into a flush."""
-        batches, total = [], 0
+        """What waits, as far as it fits into a flush; lanes whose ids were not read yet are read first."""
+        batches, total, unread = [], 0, []
         dirty = self._dirty
         while dirty and total < FLUSH_LIMIT:
             lane = next(iter(dirty))
@@ -157,6 +162,9 @@ class Pusher:
             if lane.busy or not pending:
                 continue
             lane.busy = True
+            if lane.remembered.known < 0 and any(any(chunk.hashes) for chunk in pending):
+                unread.append(lane)
+                continue
             size, count = len(pending[0].tx), 1
             while count < len(pending) and size + len(pending[count].tx) <= LANE_LIMIT:
                 size += len(pending[count].tx)
@@ -164,6 +172,8 @@ class Pusher:
             batches.append(Batch(lane, pending[:count]))
             del pending[:count]
             total += size
+        if unread:
+            self._recall.start(unread)
         return batches
 
     async def _flush(self, link: Link, batches: list[Batch]) -> None:
@@ -176,7 +186,7 @@ class Pusher:
             for batch in left:
                 batch.answered = True
             for single in singles:
-                single.lane.remembered.forget()
+                single.lane.remembered.rewind()
                 try:
                     await self.append(link, [single])
                 except asyncpg.PostgresError as error:
@@ -215,6 +225,7 @@ class Pusher:
     ) -> list[Batch]:
         await self._catch_up(link, batches)
         for batch in batches:
+            batch.lane.remembered.mark()
             duplicates = await self._duplicates(link, batch) if batch.meets() else {}
             if duplicates:
                 self.duplicates += len(duplicates)
@@ -294,18 +305,8 @@ class Pusher:
         cold = [
             b.lane for b in batches if b.lane.remembered.known < 0 and any(any(c.hashes) for c in b.chunks)
         ]
-        if not cold:
-            return
-        heads = {
-            r["id"]: r["next_seq"] for r in await link.fetch(sql("lane_heads"), [lane.id for lane in cold])
-        }
-        stored: dict[int, list[tuple[int, bytes]]] = {}
-        windows = [float(lane.queue.options.dedup_window_seconds) for lane in cold]
-        for row in await link.fetch(sql("lane_hashes"), [lane.id for lane in cold], windows):
-            stored.setdefault(row["lane_id"], []).append((row["first_seq"], row["hashes"]))
-        for lane in cold:
-            head = heads.get(lane.id, 0)
-            lane.remembered.load([s for s in stored.get(lane.id, ()) if s[0] < head], head)
+        if cold:
+            await read(link, cold)
 
     async def _duplicates(self, link: Any, batch: Batch) -> dict[bytes, str]:
         """Transaction ids of the batch that the lane has already, with the first message's id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from settled.queue.batch import Chunk, Gone, plain_ids
-from settled.queue.errors import BadRequest, Unavailable
+from settled.queue.errors import BadRequest, Paused, Unavailable
 from settled.queue.push import ATTEMPTS, LANE_LIMIT
 from settled.queue.schedule import MAX_DELAY, schedule
 from settled.queue.types import Appended, PushItem, PushResult
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:
     """Append or schedule items and answer in their order."""
     if core.switches.get("push"):
-        raise Unavailable("pushes are switched off for maintenance", 5)
+        raise Paused
     if not items:
         return []
     lanes = core.registry.lanes
@@ -41,14 +41,10 @@ async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:
         limited = True  # look closer: one of them may have a limit
     if not later and not limited:
         return await push_items(core.pusher, core.registry, items)
-    counts = core.room.limited(items)
-    await core.room.take(counts)
-    try:
+    async with core.room.hold(core.room.limited(items)):
         if not later:
             return await push_items(core.pusher, core.registry, items)
         return await _push_mixed(core, items, [item for item in items if item.delay_seconds])
-    finally:
-        core.room.done(counts)
 
 
 def push_soon(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from settled.queue.db import sql
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from settled.queue.db import Clock, Pool
     from settled.queue.lanes import Lane
@@ -29,7 +29,8 @@ class ReadySet:
     def __init__(self, queue_id: int, group_id: int) -> None:
         self.queue_id = queue_id
         self.group_id = group_id
-        self.ready: dict[int, int] = {}
+        # Taken from the front again and again: a dict would walk over every lane that was ever taken out.
+        self.ready: OrderedDict[int, int] = OrderedDict()
         self.held: dict[int, float] = {}
         self.news: set[int] = set()
         self.asked: dict[int, bool] = {}
@@ -48,6 +49,15 @@ class ReadySet:
         else:
             self.ready[lane_id] = self.ready.get(lane_id, 0) + count
             self.wake()
+
+    def add_all(self, lanes: Mapping[int, int]) -> None:
+        """Lanes have more messages: how many by lane. A push tells every group, so this must be quick."""
+        if self.ready.keys() >= lanes.keys():  # what is known to be ready needs no better guess
+            for _ in lanes if self.waiters else ():
+                self.wake()
+            return
+        for lane_id, count in lanes.items():
+            self.add(lane_id, count)
 
     def release(self, lane_id: int, until: float | None, now: float) -> None:
         """The lane was given back, with more to read, or something that comes due at `until`."""
@@ -176,11 +186,14 @@ class ReadySets:
 
     def pushed(self, lanes: Iterable[tuple[int, int, int]]) -> None:
         """Messages were appended: (queue, lane, how many)."""
+        told: dict[int, dict[int, int]] = {}
         for queue_id, lane_id, count in lanes:
-            for ready in self.by_queue.get(queue_id, ()):
-                ready.add(lane_id, count)
+            told.setdefault(queue_id, {})[lane_id] = count
             if self.lane_waiters:
                 self._wake_lane(lane_id)
+        for queue_id, own in told.items():
+            for ready in self.by_queue.get(queue_id, ()):
+                ready.add_all(own)
 
     def released(self, queue_id: int, lane_id: int, group_id: int, until: float | None) -> None:
         """A lease was given back, or a cursor moved."""

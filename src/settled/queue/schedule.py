@@ -108,7 +108,7 @@ class Scheduler:
             return 0
         except BaseException:
             for lane in busy:
-                lane.remembered.forget()
+                lane.remembered.rewind()
             raise
         finally:
             core.pusher.free(busy)

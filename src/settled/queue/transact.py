@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -25,7 +26,7 @@ from settled.queue.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from settled.queue.core import Core
     from settled.queue.lanes import Lane
@@ -51,12 +52,23 @@ class _Pushes:
         self._batches: list[Batch] = []
         self._scheduled: list[PushResult] = []
 
-    async def prepare(self) -> list[Lane]:
-        """Find or make the lanes; answers them, to be kept out of flushes."""
+    @asynccontextmanager
+    async def room(self) -> AsyncIterator[None]:
+        """Apply and commit inside of this: QueueFull if a queue has no room for its messages."""
+        await self._find()
+        async with self._core.room.hold(self._core.room.limited(self._items)):
+            yield
+
+    async def _find(self) -> None:
         lanes = self._core.registry.lanes
         unknown = {(i.queue, i.partition) for i in self._items if (i.queue, i.partition) not in lanes}
         if unknown:
             await self._core.registry.make(unknown)
+
+    async def prepare(self) -> list[Lane]:
+        """Find or make the lanes; answers them, to be kept out of flushes."""
+        await self._find()
+        lanes = self._core.registry.lanes
         self._chunks, self._places = {}, []
         for item in self._items:
             if item.delay_seconds > 0:
@@ -83,7 +95,7 @@ class _Pushes:
     def forget(self) -> None:
         """The transaction failed: what was noted of its ids is wrong."""
         for lane in self._chunks:
-            lane.remembered.forget()
+            lane.remembered.rewind()
 
     def commit(self) -> list[PushResult]:
         """The transaction is on disk: tell everybody, and answer in item order."""
@@ -114,6 +126,17 @@ async def transaction(
     acks = [_with_group(op) for op in operations if isinstance(op, AckOp)]
     leases = [_required(lease) for lease in required_leases]
     work = _Pushes(core, pushes)
+    async with work.room():
+        return await _transaction(core, work, operations, acks, leases)
+
+
+async def _transaction(
+    core: Core,
+    work: _Pushes,
+    operations: Sequence[PushOp | AckOp],
+    acks: list[AckItem],
+    leases: list[tuple[int, int, str]],
+) -> TransactionResult:
     for _ in range(ATTEMPTS):
         lanes = await work.prepare()
         found, marks = await core.settler.find(acks, "")
@@ -225,8 +248,22 @@ async def cycle(
     lane = await core.registry.lane_by_uid(partition_id)
     if lane is None:
         raise NotFound("partition", partition_id)
-    group_id = await core.registry.group(group)
     work = _Pushes(core, push_items)
+    async with work.room():
+        return await _cycle(core, work, query_id, lane, group, state_ops, ack, release_lease)
+
+
+async def _cycle(
+    core: Core,
+    work: _Pushes,
+    query_id: str,
+    lane: Lane,
+    group: str,
+    state_ops: Sequence[StateOp],
+    ack: CycleAck | None,
+    release_lease: bool,
+) -> CycleResult:
+    group_id = await core.registry.group(group)
     for _ in range(ATTEMPTS):
         lanes = await work.prepare()
         settlement, lease = await _cycle_marks(core, lane, group_id, group, ack)
@@ -259,9 +296,7 @@ async def cycle(
             core.activity.ring()
         dead = any(mark.result is not None and mark.result.dlq for mark in settlement.marks)
         done = sum(mark.result is not None and mark.result.success for mark in settlement.marks)
-        return CycleResult(
-            query_id, partition_id, lane.queue.name, len(state_ops), results, done, released, dead
-        )
+        return CycleResult(query_id, lane.uid, lane.queue.name, len(state_ops), results, done, released, dead)
     raise Unavailable("a queue of the cycle is deleted again and again", 0.1)
 
 

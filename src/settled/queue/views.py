@@ -52,7 +52,7 @@ class GroupState(msgspec.Struct):
 
 
 class MessageView(msgspec.Struct):
-    """One message as an inspector sees it; `payload` is present when a single message was asked for."""
+    """One message as an inspector sees it; `payload` and `options` are there if one message was asked for."""
 
     id: str
     transaction_id: str
@@ -70,6 +70,8 @@ class MessageView(msgspec.Struct):
     content_type: str = JSON
     payload: bytes | None = None
     encrypted: bool = False
+    priority: int = 0
+    options: QueueOptions | None = None
 
     @property
     def status(self) -> str:
@@ -102,7 +104,7 @@ class JournalEntry(msgspec.Struct):
 
 
 class Trace(msgspec.Struct):
-    """A note somebody left on a message."""
+    """A note somebody left on a message; `payload` of the message where notes of several were asked for."""
 
     id: str
     transaction_id: str
@@ -115,6 +117,8 @@ class Trace(msgspec.Struct):
     data: bytes
     worker: str
     created_at: datetime
+    payload: bytes | None = None
+    content_type: str = JSON
 
 
 class TraceName(msgspec.Struct):

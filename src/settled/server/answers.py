@@ -311,6 +311,7 @@ def message(view: MessageView) -> dict[str, Any]:
         "traceId": view.trace_id,
         "producerSub": view.producer,
         "headers": view.headers,
+        "queuePriority": view.priority,
         "createdAt": view.created_at,
         "leaseExpiresAt": min(leases, default=None),
     }
@@ -327,6 +328,7 @@ def message_detail(view: MessageView) -> dict[str, Any]:
         "isEncrypted": view.encrypted,
         "errorMessage": errors[0] if errors else None,
         "retryCount": max((g.attempts for g in view.groups), default=0),
+        "queueConfig": view.options,
         "mode": mode([view]),
         "consumerGroups": [
             {

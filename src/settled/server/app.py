@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from settled.queue.errors import BadRequest, Conflict, Fenced, NotFound, QueueError, QueueFull, Unavailable
 
+from .buffered import Buffered
 from .exchange import Answer, HttpError, Request
 from .messages import Messages
 from .metrics import Board, Counters
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from settled.queue.engine import Engine
 
     from .router import Reply
+    from .spool import Spool
 
 log = logging.getLogger("settled.server")
 
@@ -33,11 +35,12 @@ _CORS = (
 class App:
     """Answers requests with an engine; call `stop()` before the listener is stopped."""
 
-    def __init__(self, engine: Engine, board: Board, connections: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, board: Board, spool: Spool, connections: Callable[[], int]) -> None:
         self.counters = Counters()
         self._messages = Messages(engine)
-        self.system = System(engine, self.counters, board, connections)
-        self._router = Router(routes(engine, self._messages, self.system, self.openapi))
+        self._push = Buffered(self._messages.push, spool)
+        self.system = System(engine, self.counters, board, spool, connections)
+        self._router = Router(routes(engine, self._messages, self._push, self.system, self.openapi))
         self._document = document(self._router.routes)
 
     def stop(self) -> None:
@@ -89,7 +92,7 @@ def refusal(error: QueueError) -> Answer:
     """The engine's refusals as HTTP."""
     match error:
         case BadRequest():
-            return HttpError(400, str(error), field=error.field).answer()
+            return HttpError(400, str(error), field=error.field.rpartition(": ")[2]).answer()
         case NotFound():
             return HttpError(404, str(error), success=False, message="not_found").answer()
         case Conflict() | Fenced():

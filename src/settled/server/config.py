@@ -14,12 +14,13 @@ GRACE = 10.0
 
 
 class Config(msgspec.Struct, frozen=True):
-    """Everything one worker process needs to know."""
+    """Everything one worker process needs to know; `spool` is a directory for pushes that must wait."""
 
     dsn: str
     body_limit: int = BODY_LIMIT
     grace: float = GRACE
     board: str | None = None
+    spool: str = ""
     index: int = 0
 
 

@@ -28,6 +28,7 @@ DELAY_LIMIT = 366 * 86_400
 UUID_SIZE = 36
 NULL = b"null"
 DONE = (None, "completed", "success")
+_SHOWN = {"id": "that GET /api/v1/dlq shows", "query_id": "that POST /streams/v1/queries returned"}
 
 
 def push_items(items: list[bodies.PushItem], field: str = "items") -> list[PushItem]:
@@ -129,7 +130,8 @@ def partition_id(value: str, field: str = "partitionId") -> str:
     """A partition id in its usual spelling."""
     text = _uuid_text(value)
     if text is None:
-        raise bad(field, f"must be the uuid a pop returned, got {value[:64]!r}")
+        shown = _SHOWN.get(field, "a pop returned")
+        raise bad(field, f"must be the uuid {shown}, got {value[:64]!r}")
     return text
 
 

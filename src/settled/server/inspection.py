@@ -157,7 +157,14 @@ class Inspection:
         """GET /api/v1/traces/by-name/{name}."""
         limit, offset = _paging(request, 100)
         page = await self._engine.traces_by_name(request.segments[0], limit=limit, offset=offset)
-        return ok({"traces": [answers.trace(note) for note in page.rows], **_page(page.total, limit, offset)})
+        rows = [
+            {
+                **answers.trace(note),
+                "message_payload": answers.data_of(note.payload, note.content_type)["data"],
+            }
+            for note in page.rows
+        ]
+        return ok({"traces": rows, **_page(page.total, limit, offset)})
 
     async def trace_names(self, request: Request) -> Answer:
         """GET /api/v1/traces/names."""

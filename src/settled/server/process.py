@@ -55,7 +55,7 @@ def serve(
             stack.callback(embedded.stop)
         count = workers or default_workers()
         board = stack.enter_context(tempfile.TemporaryDirectory(prefix="settled-")) if count > 1 else None
-        config = Config(dsn or embedded_dsn(embedded), body_limit, grace, board)
+        config = Config(dsn or embedded_dsn(embedded), body_limit, grace, board, str(home / "spool"))
         where = f"data in {home}" if embedded else "data in the Postgres of --dsn"
 
         def ready() -> None:

@@ -57,7 +57,7 @@ _LISTED = (
 )
 
 
-def routes(engine: Engine, m: Messages, sys: System, openapi: Endpoint) -> list[Route]:
+def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: Endpoint) -> list[Route]:
     """Every route of the server."""
     q, g = Queues(engine), Groups(engine)
     d, i, s = DeadLetters(engine), Inspection(engine), Streams(engine)
@@ -65,7 +65,7 @@ def routes(engine: Engine, m: Messages, sys: System, openapi: Endpoint) -> list[
     one, seek = f"{messages}/{{partitionId}}/{{transactionId}}", f"{groups}/{{group}}/queues/{{queue}}"
     resources, upkeep = "/api/v1/resources", "/api/v1/system/maintenance"
     return [
-        Route("POST", "/api/v1/push", m.push, "Push messages.", bodies.PushBody, (), m.push_soon),
+        Route("POST", "/api/v1/push", push, "Push messages.", bodies.PushBody, (), m.push_soon),
         Route(
             "GET",
             f"{pop}/queue/{{queue}}",
@@ -176,8 +176,14 @@ def routes(engine: Engine, m: Messages, sys: System, openapi: Endpoint) -> list[
         Route("POST", "/streams/v1/queries", s.register, "Register a stream query.", bodies.StreamQueryBody),
         Route("POST", "/streams/v1/state/get", s.state, "Read a query's state.", bodies.StateGetBody),
         Route("POST", "/streams/v1/cycle", s.cycle, "State, pushes and ack of a cycle.", bodies.CycleBody),
-        Route("GET", upkeep, sys.maintenance, "Whether pushes are switched off."),
-        Route("POST", upkeep, sys.maintenance, "Switch pushes off or on.", bodies.SwitchBody),
+        Route("GET", upkeep, sys.maintenance, "Whether pushes are held back."),
+        Route(
+            "POST",
+            upkeep,
+            sys.maintenance,
+            "Hold pushes back in a file, or push them and go on.",
+            bodies.SwitchBody,
+        ),
         Route("GET", f"{upkeep}/pop", sys.pop_maintenance, "Whether pops are switched off."),
         Route("POST", f"{upkeep}/pop", sys.pop_maintenance, "Switch pops off or on.", bodies.SwitchBody),
         Route("POST", "/api/v1/stats/refresh", sys.refresh, "Do a round of housekeeping now."),

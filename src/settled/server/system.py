@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from settled.queue.engine import Engine
     from settled.queue.types import GroupLag, QueueStats
 
+    from .spool import Spool
+
 FIGURES_AGE = 2.0
 
 _switch = msgspec.json.Decoder(bodies.SwitchBody)
@@ -31,17 +33,31 @@ class System:
     """Handlers about the server itself."""
 
     def __init__(
-        self, engine: Engine, counters: Counters, board: Board, connections: Callable[[], int]
+        self,
+        engine: Engine,
+        counters: Counters,
+        board: Board,
+        spool: Spool,
+        connections: Callable[[], int],
     ) -> None:
         self._engine = engine
         self._counters = counters
         self._board = board
+        self._spool = spool
         self._connections = connections
         self._figures: tuple[float, list[QueueStats], list[GroupLag]] = (0.0, [], [])
 
     def snapshot(self) -> Snapshot:
         """This process's figures now."""
-        return snapshot(self._counters, self._engine.metrics(), self._connections())
+        kept = {"buffered_messages": self._spool.pending, "refused_buffered_messages": self._spool.refused}
+        return snapshot(self._counters, {**self._engine.metrics(), **kept}, self._connections())
+
+    def _buffered(self) -> tuple[int, int]:
+        """How many messages wait in the files of all processes, and how many were put aside."""
+        every = self._board.gather(self.snapshot())
+        names = ("buffered_messages", "refused_buffered_messages")
+        waiting, refused = (round(sum(each.engine.get(name, 0) for each in every)) for name in names)
+        return waiting, refused
 
     async def health(self, request: Request) -> Answer:
         """GET /health: 200 when Postgres answers, 503 when it does not."""
@@ -74,12 +90,13 @@ class System:
         """GET and POST /api/v1/system/maintenance."""
         push = decode(request.body, _switch).enabled if request.method == "POST" else None
         state = await self._engine.maintenance(push=push)
-        word = "on: pushes are refused with 503" if state.push else "off"
+        word = "on: pushes are kept in a file of this server" if state.push else "off"
+        waiting, refused = self._buffered()
         return ok(
             {
                 "maintenanceMode": state.push,
-                "bufferedMessages": 0,
-                "bufferHealthy": True,
+                "bufferedMessages": waiting,
+                "bufferHealthy": not refused,
                 "message": f"Maintenance mode is {word}",
             }
         )
@@ -124,8 +141,9 @@ class System:
         return ok({**detail, "queue": request.segments[0], "groups": [answers.group(row) for row in groups]})
 
     async def buffers(self, request: Request) -> Answer:
-        """GET /api/v1/status/buffers: a push is on disk or refused, so nothing is held back."""
-        return ok({"buffers": [], "pending": 0, "failed": 0})
+        """GET /api/v1/status/buffers: pushes that are held back, and those that could not be pushed after."""
+        waiting, refused = self._buffered()
+        return ok({"buffers": [], "pending": waiting, "failed": refused})
 
     async def figures(self, request: Request) -> Answer:
         """GET /api/v1/analytics/system-metrics and .../worker-metrics."""

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +20,7 @@ from .app import App
 from .config import Config
 from .listener import Listener
 from .metrics import Board
+from .spool import Spool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -33,10 +35,12 @@ async def work(config: Config, sock: socket.socket, ready: Callable[[], object],
     engine = await Engine.open(config.dsn, maintain=config.index == 0)
     try:
         board = Board(config.board)
-        app = App(engine, board, lambda: listener.connections)
+        spool = Spool(Path(config.spool), engine)
+        app = App(engine, board, spool, lambda: listener.connections)
         listener = Listener(app, body_limit=config.body_limit, soon=app.soon, close=app.close)
         await listener.start(sock)
         board.write(app.system.snapshot())
+        spool.start()
         reporter = asyncio.create_task(_report(app, board))
         _calm_collector()
         ready()
@@ -45,6 +49,7 @@ async def work(config: Config, sock: socket.socket, ready: Callable[[], object],
         await listener.stop(config.grace)
         reporter.cancel()
         await asyncio.gather(reporter, return_exceptions=True)
+        await spool.close()
     finally:
         await engine.close()
 

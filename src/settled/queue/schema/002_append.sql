@@ -79,7 +79,8 @@ begin
 end
 $$;
 
--- Make queues and lanes that do not exist yet, in bulk, and answer all of them.
+-- Make queues and lanes that do not exist yet, in bulk, and answer all of them. Lanes are looked up one by one: joined, all
+-- lanes of the queue are read for each as long as nobody has counted them.
 create function resolve(p_queue text[], p_partition text[], p_namespace text[], p_task text[], p_options jsonb)
 returns table (queue_id bigint, queue text, lane_id bigint, lane_uid uuid, partition text)
 language plpgsql as $$
@@ -95,13 +96,13 @@ begin
     select distinct q.id, u.partition
       from unnest(p_queue, p_partition) u (queue, partition)
       join queue q on q.name = u.queue
-     where not exists (select from lane l where l.queue_id = q.id and l.name = u.partition)
+     where (select l.id from lane l where l.queue_id = q.id and l.name = u.partition) is null
      order by q.id, u.partition
         on conflict (queue_id, name) do nothing;
     return query
         select q.id, q.name, l.id, l.uid, l.name
           from unnest(p_queue, p_partition) u (queue, partition)
           join queue q on q.name = u.queue
-          join lane l on l.queue_id = q.id and l.name = u.partition;
+         cross join lateral (select * from lane l where l.queue_id = q.id and l.name = u.partition offset 0) l;
 end
 $$;

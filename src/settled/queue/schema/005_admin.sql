@@ -8,6 +8,7 @@ begin
         on conflict (name) do update set namespace = p_namespace, task = p_task, options = p_options
     returning id into v_id;
     insert into lane (queue_id, name) values (v_id, 'Default') on conflict (queue_id, name) do nothing;
+    delete from room where queue_id = v_id;  -- without a limit nobody counted
     insert into activity (worker, kind, queues, lanes) values (p_worker, 'config', array[v_id], '{}');
     return v_id;
 end
@@ -42,6 +43,7 @@ begin
     delete from manifest where reader_id = any (v_readers);
     delete from reader where id = any (v_readers);
     delete from lane where queue_id = v_id;
+    delete from room where queue_id = v_id;
     delete from queue where id = v_id;
     insert into activity (worker, kind, queues, lanes) values (p_worker, 'config', array[v_id], '{}');
     return true;
@@ -156,14 +158,19 @@ returns table (last_lane bigint, removed bigint)
 language plpgsql as $$
 #variable_conflict use_column
 declare
-    l record; v_bound bigint; v_first bigint; v_now timestamptz := clock_timestamp();
+    l record; v_bound bigint; v_first bigint; v_now timestamptz := clock_timestamp(); v_queues bigint[];
 begin
     removed := 0;
     last_lane := null;
+    v_queues := array(select q.id from queue q where (q.options ->> 'retentionEnabled')::boolean);
+    if cardinality(v_queues) = 0 then
+        return next;
+        return;
+    end if;
     for l in select l.id, l.first_seq, l.next_seq, (q.options ->> 'retentionSeconds')::int as keep,
                     (q.options ->> 'completedRetentionSeconds')::int as keep_done
                from lane l join queue q on q.id = l.queue_id
-              where l.id > p_after and (q.options ->> 'retentionEnabled')::boolean
+              where l.id > p_after and l.queue_id = any (v_queues) and l.next_seq > l.first_seq
               order by l.id limit p_lanes loop
         last_lane := l.id;
         v_bound := null;
@@ -191,4 +198,35 @@ begin
     end loop;
     return next;
 end
+$$;
+
+-- How far groups are behind on each lane.
+create function lane_lags(p_queue text, p_group text)
+returns table (
+    grp text, queue text, partition text, uid uuid, lag bigint, consumed bigint, lease uuid, lease_until timestamptz,
+    last_at timestamptz, oldest_at timestamptz, mode text, starts_at timestamptz, subscribed_at timestamptz
+) language sql stable as $$
+    select g.name as grp, q.name as queue, l.name as partition, l.uid,
+           l.next_seq - greatest(l.first_seq, coalesce(c.base, start.seq)) - bit_count(coalesce(c.done, b''))
+               + (select count(*) from exception e where e.lane_id = l.id and e.group_id = g.id and e.parked) as lag,
+           coalesce(c.consumed, 0) as consumed,
+           case when c.lease_until > clock_timestamp() then c.lease end as lease,
+           case when c.lease_until > clock_timestamp() then c.lease_until end as lease_until,
+           c.last_at,
+           case when l.next_seq > greatest(l.first_seq, coalesce(c.cursor, start.seq)) then
+               (select coalesce(s.times[greatest(l.first_seq, coalesce(c.cursor, start.seq)) - s.first_seq + 1], s.created_at)
+                  from segment s
+                 where s.lane_id = l.id and s.first_seq <= greatest(l.first_seq, coalesce(c.cursor, start.seq))
+                 order by s.first_seq desc limit 1) end as oldest_at,
+           u.mode, u.starts_at, u.created_at as subscribed_at
+      from (select distinct c.group_id, l.queue_id from consumer c join lane l on l.id = c.lane_id
+            union select s.group_id, s.queue_id from subscription s) pair
+      join consumer_group g on g.id = pair.group_id
+      join queue q on q.id = pair.queue_id
+      join lane l on l.queue_id = pair.queue_id
+      left join consumer c on c.lane_id = l.id and c.group_id = pair.group_id
+      left join subscription u on u.group_id = pair.group_id and u.queue_id = pair.queue_id
+      cross join lateral (select case when u.starts_at is null or l.newest_at > u.starts_at then l.first_seq
+                                      else l.next_seq end as seq) start
+     where (p_queue is null or q.name = p_queue) and (p_group is null or g.name = p_group)
 $$;

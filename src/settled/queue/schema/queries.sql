@@ -28,6 +28,17 @@ select s.lane_id, s.first_seq, s.hashes
  where s.hashes is not null and s.created_at > clock_timestamp() - make_interval(secs => r.seconds)
  order by s.lane_id, s.first_seq
 
+-- name: lane_hashes_page
+select s.first_seq, s.hashes from segment s
+ where s.lane_id = $1 and s.hashes is not null and s.created_at > clock_timestamp() - make_interval(secs => $2)
+   and s.first_seq >= $3 and s.first_seq < $4
+ order by s.first_seq limit $5
+
+-- name: lane_starts
+select l.id, greatest(l.first_seq, coalesce((select min(s.first_seq) from segment s
+           where s.lane_id = l.id and s.created_at > clock_timestamp() - make_interval(secs => r.seconds)), l.next_seq)) as seq
+  from unnest($1::bigint[], $2::float8[]) r (lane, seconds) join lane l on l.id = r.lane
+
 -- name: group_by_name
 select id from consumer_group where name = $1
 
@@ -106,6 +117,24 @@ select coalesce(sum(l.next_seq - greatest(l.first_seq, coalesce(
            (select min(c.cursor) from consumer c where c.lane_id = l.id), l.first_seq))), 0)::bigint
   from lane l where l.queue_id = $1
 
+-- name: room_lock
+select pg_advisory_lock(96631519, (u.id % 2147483647)::int) from unnest($1::bigint[]) with ordinality u (id, place)
+
+-- name: room_unlock
+select pg_advisory_unlock(96631519, (u.id % 2147483647)::int) from unnest($1::bigint[]) u (id)
+
+-- name: room_sizes
+select queue_id, size, extract(epoch from clock_timestamp() - counted_at)::float8 as age from room
+ where queue_id = any ($1::bigint[])
+
+-- name: room_note
+insert into room (queue_id, size, counted_at)
+select u.id, u.size, clock_timestamp() from unnest($1::bigint[], $2::bigint[], $3::boolean[]) u (id, size, counted)
+    on conflict (queue_id) do update set size = excluded.size,
+       counted_at = case when excluded.queue_id = any (array(
+           select v.id from unnest($1::bigint[], $3::boolean[]) v (id, counted) where v.counted))
+           then excluded.counted_at else room.counted_at end
+
 -- name: schedule
 insert into scheduled (due, lane_id, message_id, transaction_id, headers, payload)
 select clock_timestamp() + make_interval(secs => u.delay), u.lane, u.message, u.tx, u.headers, u.payload
@@ -176,7 +205,13 @@ delete from journal where ctid = any (array(
 delete from wide_lease where at < clock_timestamp() - interval '2 days'
 
 -- name: tidy_consumers
-delete from consumer c where not exists (select from lane l where l.id = c.lane_id)
+with looked as (
+    select lane_id from consumer where lane_id > $1 order by lane_id limit $2
+), removed as (
+    delete from consumer c using (select distinct lane_id from looked) o
+     where c.lane_id = o.lane_id and not exists (select from lane l where l.id = o.lane_id) returning 1
+)
+select (select max(lane_id) from looked) as last, (select count(*) from removed) as removed
 
 -- name: dead_letters
 select d.*, count(*) over () as total
@@ -235,30 +270,13 @@ select l.uid, l.name, l.created_at, l.newest_at, l.next_seq - l.first_seq as tot
  where l.queue_id = $1 order by l.name
 
 -- name: lane_lags
-select g.name as grp, q.name as queue, l.name as partition, l.uid,
-       l.next_seq - greatest(l.first_seq, coalesce(c.base, start.seq)) - bit_count(coalesce(c.done, b''))
-           + (select count(*) from exception e where e.lane_id = l.id and e.group_id = g.id and e.parked) as lag,
-       coalesce(c.consumed, 0) as consumed,
-       case when c.lease_until > clock_timestamp() then c.lease end as lease,
-       case when c.lease_until > clock_timestamp() then c.lease_until end as lease_until,
-       c.last_at,
-       case when l.next_seq > greatest(l.first_seq, coalesce(c.cursor, start.seq)) then
-           (select coalesce(s.times[greatest(l.first_seq, coalesce(c.cursor, start.seq)) - s.first_seq + 1], s.created_at)
-              from segment s
-             where s.lane_id = l.id and s.first_seq <= greatest(l.first_seq, coalesce(c.cursor, start.seq))
-             order by s.first_seq desc limit 1) end as oldest_at,
-       u.mode, u.starts_at, u.created_at as subscribed_at
-  from (select distinct c.group_id, l.queue_id from consumer c join lane l on l.id = c.lane_id
-        union select s.group_id, s.queue_id from subscription s) pair
-  join consumer_group g on g.id = pair.group_id
-  join queue q on q.id = pair.queue_id
-  join lane l on l.queue_id = pair.queue_id
-  left join consumer c on c.lane_id = l.id and c.group_id = pair.group_id
-  left join subscription u on u.group_id = pair.group_id and u.queue_id = pair.queue_id
-  cross join lateral (select case when u.starts_at is null or l.newest_at > u.starts_at then l.first_seq
-                                  else l.next_seq end as seq) start
- where ($1::text is null or q.name = $1) and ($2::text is null or g.name = $2)
- order by g.name, q.name, l.name
+select * from lane_lags($1, $2) order by grp, queue, partition
+
+-- name: group_lags
+select grp, queue, count(*)::int as partitions, sum(greatest(lag, 0))::bigint as lag, count(*) filter (where lag > 0)::int as lagging,
+       min(oldest_at) filter (where lag > 0) as oldest_at, count(lease)::int as leases, max(last_at) as last_at,
+       mode, starts_at, subscribed_at
+  from lane_lags($1, $2) group by grp, queue, mode, starts_at, subscribed_at order by grp, queue
 
 -- name: lane_consumers
 select c.*, g.name, c.lease_until > clock_timestamp() as leased
@@ -288,7 +306,8 @@ select s.first_seq, s.created_at, s.body from segment s
  where s.lane_id = $1 and s.hashes is not null and position($2::bytea in s.hashes) > 0 order by s.first_seq desc
 
 -- name: newest_segments
-select s.lane_id, s.first_seq, s.n, s.created_at, s.body, q.name as queue, q.namespace, q.task, l.name as partition, l.uid
+select s.lane_id, s.first_seq, s.n, s.created_at, s.body, q.name as queue, q.namespace, q.task,
+       (q.options ->> 'priority')::int as priority, l.name as partition, l.uid
   from queue q join lane l on l.queue_id = q.id
   cross join lateral (
       select g.* from segment g
