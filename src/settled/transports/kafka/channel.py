@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("settled.kafka")
 
 _SLICE = 0.1
+# Records that are there already come along with the first: handed out one by one, each is not asked for anew.
+_AHEAD = 100
 _FLUSH_AFTER = 0.05
 _BROKER_TIMEOUT = 10.0
 _FENCED = {KafkaError.ILLEGAL_GENERATION, KafkaError.UNKNOWN_MEMBER_ID, KafkaError.FENCED_INSTANCE_ID}
@@ -76,6 +78,11 @@ class KafkaChannel:
         loop = asyncio.get_running_loop()
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_alive(), name="kafka-keep-alive")
+        if time.monotonic() - self._polled < _SLICE:
+            with self._lock:
+                taken = self._ready(limit, time.time())
+            if taken:
+                return taken
         until = loop.time() + timeout
         while True:
             wait = max(0.0, min(_SLICE, until - loop.time()))
@@ -107,6 +114,9 @@ class KafkaChannel:
     def _take(self, limit: int, wait: float) -> list[KafkaDelivery]:
         """In the polling thread: what waits, else what the broker has."""
         consumer = self._consumer or self._join()
+        if time.monotonic() - self._polled >= _SLICE and any(lane.waiting for lane in self._lanes.values()):
+            # The group hears of us, and we of it, also while there is enough to hand out.
+            self._received(self._look(consumer, 0), set(), 0)
         now = time.time()
         with self._lock:
             for lane in self._lanes.values():
@@ -119,17 +129,21 @@ class KafkaChannel:
             return ready
         if ready:
             self._pause(consumer, blocked)
-            return ready + self._received(consumer.consume(limit - len(ready), 0), busy)
+            room = limit - len(ready)
+            return ready + self._received(consumer.consume(room, 0), busy, room)
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
             raise trouble
         self._pause(consumer, blocked)
+        records = self._look(consumer, max(0.0, min([wait, *(due - now for due in dues)])))
+        if records:
+            records += consumer.consume(max(limit, _AHEAD) - 1, 0)
+        return self._received(records, busy, limit)
+
+    def _look(self, consumer: Consumer, wait: float) -> list[Message]:
         self._polled = time.monotonic()
-        first = consumer.poll(max(0.0, min([wait, *(due - now for due in dues)])))
-        if first is None:
-            return []
-        records = [first, *(consumer.consume(limit - 1, 0) if limit > 1 else ())]
-        return self._received(records, busy)
+        record = consumer.poll(wait)
+        return [] if record is None else [record]
 
     def _ready(self, limit: int, now: float) -> list[KafkaDelivery]:
         found: list[KafkaDelivery] = []
@@ -140,7 +154,8 @@ class KafkaChannel:
                 found.append(lane.hand_out(delivery, deadline))
         return found
 
-    def _received(self, records: Sequence[Message], busy: set[Lane]) -> list[KafkaDelivery]:
+    def _received(self, records: Sequence[Message], busy: set[Lane], room: int) -> list[KafkaDelivery]:
+        """Hand out as many as there is room for; the others wait."""
         taken: list[KafkaDelivery] = []
         now, deadline = time.time(), time.monotonic() + self._settings.lease
         with self._lock:
@@ -152,7 +167,7 @@ class KafkaChannel:
                     continue
                 delivery = self._delivery(record)
                 lane = delivery.home
-                if lane in busy or lane.waits(delivery, now):
+                if len(taken) == room or lane in busy or lane.waits(delivery, now):
                     lane.waiting[delivery.offset] = delivery
                 else:
                     taken.append(lane.hand_out(delivery, deadline))
@@ -360,14 +375,8 @@ class KafkaChannel:
         with self._lock:
             everything = set(self._lanes)
         self._pause(consumer, everything)
-        self._polled = time.monotonic()
-        record = consumer.poll(0)
-        if record is not None and record.error() is None:
-            # Fetched before the pause: first in its lane when somebody asks.
-            with self._lock:
-                delivery = self._delivery(record)
-                delivery.home.waiting[delivery.offset] = delivery
-        return []
+        # What was fetched before the pause is first in its lane when somebody asks.
+        return self._received(self._look(consumer, 0), set(), 0)
 
 
 def _wanted(lanes: Iterable[Lane]) -> list[tuple[Lane, int, str]]:
