@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from datetime import datetime
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -17,7 +16,15 @@ from settled.client.wire import Wire
 from settled.codec import BYTES, JSON, TEXT, content_type_of
 from settled.message import Metadata
 from settled.transports.base import Outgoing, Published, Source
-from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Rules, Verdict, lost
+from settled.transports.queue import (
+    DEFAULT_GROUP,
+    QueueDelivery,
+    QueueTransport,
+    Rules,
+    Verdict,
+    headers,
+    lost,
+)
 
 _LEASE_SECONDS = 300
 _REFUSED_FOR_GOOD = (400, 413, 415, 422)
@@ -74,9 +81,6 @@ _popped = msgspec.json.Decoder(_PoppedAnswer)
 _described = msgspec.json.Decoder(_Described)
 _pushed = msgspec.json.Decoder(list[_Pushed])
 _settled = msgspec.json.Decoder(list[_Settled])
-
-
-_PLAIN = MappingProxyType({"content-type": JSON})
 
 
 class HttpDelivery(QueueDelivery[_Popped]):
@@ -147,9 +151,7 @@ class HttpBackend:
                 message,
                 source.channel,
                 _bytes(message),
-                _PLAIN
-                if message.headers is None and message.content_type == JSON
-                else {"content-type": message.content_type, **(message.headers or {})},
+                headers(message.content_type, message.headers),
                 message.retry_count + 1,
                 ordered,
             )

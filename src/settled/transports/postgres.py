@@ -11,7 +11,15 @@ from settled.queue.engine import Engine
 from settled.queue.popped import PoppedMessage
 from settled.queue.types import DEFAULT_PARTITION, AckItem, BadRequest, NotFound, PopRequest, PushItem
 from settled.transports.base import Outgoing, Published, Source
-from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Rules, Verdict, lost
+from settled.transports.queue import (
+    DEFAULT_GROUP,
+    QueueDelivery,
+    QueueTransport,
+    Rules,
+    Verdict,
+    headers,
+    lost,
+)
 
 _LEASE_SECONDS = 300
 
@@ -76,7 +84,7 @@ class EngineBackend:
                 message,
                 message.queue,
                 message.payload,
-                {"content-type": message.content_type, **message.headers},
+                headers(message.content_type, message.headers),
                 message.attempts + 1,
                 ordered,
             )

@@ -8,10 +8,12 @@ import zlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from settled.codec import JSON
 from settled.message import Delivery
 from settled.settlement import Reject
 from settled.transports.base import (
@@ -95,6 +97,14 @@ class QueueDelivery(Delivery, Generic[P]):
         self.handled = False
         self.popped = popped
         self.batch: Batch | None = None
+
+
+def headers(content_type: str, others: Mapping[str, str] | None) -> Mapping[str, str]:
+    """A message's headers; the many that have nothing but JSON share theirs."""
+    return {"content-type": content_type, **(others or {})} if others or content_type != JSON else _PLAIN
+
+
+_PLAIN = MappingProxyType({"content-type": JSON})
 
 
 class Backend(Protocol):
