@@ -13,7 +13,6 @@ import os
 import platform
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import count
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.contenders import NAMES, Contender, Meter, Order
+from bench.contenders import NAMES, Contender, Meter, Order, Span
 from settled import App
 
 RESULTS = Path(__file__).with_name("RESULTS-transports.md")
@@ -36,6 +35,7 @@ class Result:
 
     name: str
     client: str
+    messages: int
     raw: list[float]
     settled: list[float]
     raw_cpu: list[float]
@@ -66,32 +66,37 @@ async def fill(one: Contender, queue: str, messages: int) -> None:
     await app.transport.close()
 
 
-async def read_raw(one: Contender, queue: str, messages: int) -> float:
+async def read_raw(one: Contender, queue: str, messages: int) -> Span:
     meter = Meter(messages)
     await one.raw(queue, meter)
-    return messages / (meter.ended - meter.began)
+    return meter.span
 
 
-async def read_settled(one: Contender, queue: str, messages: int) -> float:
-    """An async handler in implicit mode; the time ends when the last message is settled."""
-    app, left, began = App(one.url), messages, 0.0
+async def read_settled(one: Contender, queue: str, messages: int) -> Span:
+    """An async handler in implicit mode; the span ends when the last message is settled."""
+    app, left, span, handled = App(one.url), messages, Span(), asyncio.Event()
 
     @app.subscriber(queue, buffer=one.batch, **one.subscription(queue))
     async def handle(order: Order) -> None:
-        nonlocal left, began
-        began = began or time.perf_counter()
+        nonlocal left
+        if not span.began:
+            span.begin()
         left -= 1
+        if not left:
+            handled.set()
 
     stop = asyncio.Event()
     serving = asyncio.create_task(app.serve(stop))
-    while left or app.status().counts.acked < messages:
+    waiting = asyncio.create_task(handled.wait())
+    await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    while app.status().counts.acked < messages:
         if serving.done():
             raise SystemExit(f"{queue}: the app ended with {left} messages left: {await serving}")
-        await asyncio.sleep(0.002)
-    took = time.perf_counter() - began
+        await asyncio.sleep(0.001)
+    span.end()
     stop.set()
     await serving
-    return messages / took
+    return span
 
 
 async def race(name: str, messages: int, rounds: int) -> Result:
@@ -108,14 +113,13 @@ async def race(name: str, messages: int, rounds: int) -> Result:
                 queue = f"bench-{next(_queues)}"
                 await fill(one, queue, messages)
                 gc.collect()
-                used = time.process_time()
                 async with asyncio.timeout(PATIENCE):
-                    rate = await read(one, queue, messages)
+                    span = await read(one, queue, messages)
                 if number:
-                    rates[who].append(rate)
-                    cpu[who].append((time.process_time() - used) / messages * 1e6)
+                    rates[who].append(messages / span.seconds)
+                    cpu[who].append(span.cpu / messages * 1e6)
         client = one.client
-    return Result(name, client, rates["raw"], rates["settled"], cpu["raw"], cpu["settled"])
+    return Result(name, client, messages, rates["raw"], rates["settled"], cpu["raw"], cpu["settled"])
 
 
 def report(results: list[Result], skipped: dict[str, str], messages: int) -> str:

@@ -25,21 +25,43 @@ _decode = msgspec.json.Decoder(Order).decode
 
 
 class Meter:
-    """Decodes and counts what a bare client received; the time runs from the first message to the last."""
+    """Decodes and counts what a bare client received; it runs from the first message to the last."""
 
     def __init__(self, count: int) -> None:
         self.left = count
-        self.began = 0.0
-        self.ended = 0.0
+        self.span = Span()
 
     def __call__(self, data: bytes) -> None:
-        self.began = self.began or time.perf_counter()
+        if not self.span.began:
+            self.span.begin()
         _decode(data)
         self.left -= 1
 
     def end(self) -> None:
         """All is acknowledged."""
-        self.ended = time.perf_counter()
+        self.span.end()
+
+
+class Span:
+    """From the first message to the last: seconds, and this process's own processor seconds."""
+
+    def __init__(self) -> None:
+        self.began = self.ended = 0.0
+        self._cpu_began = self._cpu_ended = 0.0
+
+    def begin(self) -> None:
+        self.began, self._cpu_began = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        self.ended, self._cpu_ended = time.perf_counter(), time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def cpu(self) -> float:
+        return self._cpu_ended - self._cpu_began
 
 
 class Contender(Protocol):
@@ -71,7 +93,10 @@ NAMES = {
     "http": "the queue, over HTTP",
     "rabbitmq": "RabbitMQ",
     "redis": "Redis streams",
-    "kafka": "Kafka (mock cluster)",
+    "kafka": "Kafka (mock), a batch",
+    "kafka_each": "Kafka (mock), each record",
+    "kafka_commit": "Kafka (mock), buffer of one",
+    "kafka_share": "Kafka (mock), share group",
     "sqs": "SQS (moto)",
     "mqtt": "MQTT (mosquitto)",
     "pubsub": "Pub/Sub (stand-in)",

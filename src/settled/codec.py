@@ -95,6 +95,10 @@ class Decoder:
     def __call__(self, data: bytes, headers: Headers) -> Any:
         if not headers:
             return self._default(data)
+        decode = self._by_content_type.get(headers.get("content-type", ""))
+        return self._look(data, headers) if decode is None else decode(data)
+
+    def _look(self, data: bytes, headers: Headers) -> Any:
         content_type = content_type_of(headers)
         if content_type is None:
             return self._default(data)
@@ -108,7 +112,9 @@ class Decoder:
     def _learn(self, content_type: str) -> Callable[[bytes], Any]:
         # Bytes are taken as they are, whatever they are said to be.
         decode = self._default if self._type is bytes else _format(content_type).decoder(self._type)
-        self._by_content_type[content_type] = decode
+        if not content_type.startswith(cloudevents.STRUCTURED):
+            # An event inside an event is told from the event that is the message, each time.
+            self._by_content_type[content_type] = decode
         return decode
 
 

@@ -12,18 +12,11 @@ from tests.brokers.processes import Server, serving
 LOCK = 2
 
 
-def _command(port: int, directory: Path) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "tests.brokers.servicebus_server",
-        str(port),
-        str(directory / "data"),
-        str(LOCK),
-    ]
-
-
 @contextmanager
-def servicebus_server() -> Iterator[Server]:
-    with serving(Server(_command)) as server:
+def servicebus_server(lock: float = LOCK) -> Iterator[Server]:
+    def command(port: int, directory: Path) -> list[str]:
+        data = str(directory / "data")
+        return [sys.executable, "-m", "tests.brokers.servicebus_server", str(port), data, str(lock)]
+
+    with serving(Server(command)) as server:
         yield server

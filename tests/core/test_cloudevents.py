@@ -13,7 +13,7 @@ from cloudevents.v1.conversion import to_binary, to_json, to_structured
 from cloudevents.v1.http import CloudEvent as Reference
 from cloudevents.v1.http import from_http
 
-from settled import App, CloudEvent, Invalid, Message, cloudevents
+from settled import App, CloudEvent, Invalid, Message, cloudevents, codec
 from settled.testing import Rehearsal
 
 ATTRIBUTES: dict[str, Any] = {
@@ -77,6 +77,15 @@ def test_structured_mode_written_here_is_read_by_the_reference_library() -> None
     document = cloudevents.wrap(ours(), b'{"id":1}', "application/json")
     read = from_http({"content-type": cloudevents.STRUCTURED}, document)
     assert (read["subject"], read["tenant"], read.data) == (ATTRIBUTES["subject"], "acme", {"id": 1})
+
+
+def test_an_event_inside_an_event_is_the_payload_and_stays_so() -> None:
+    decode, headers = codec.decoder(dict), {"content-type": cloudevents.STRUCTURED}
+    inner = cloudevents.wrap(ours(), b'{"id":1}', "application/json")
+    outer = cloudevents.wrap(ours(), inner, cloudevents.STRUCTURED)
+    for _ in range(2):
+        assert decode(outer, headers) == json.loads(inner)
+        assert decode(inner, headers) == {"id": 1}
 
 
 def test_bytes_travel_as_base64() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from settled import App, ConfigurationError, Defer, DontAck, Invalid, Message, Reject, Status
 from settled.clock import SystemClock, VirtualClock
+from settled.message import Delivery
 from settled.pump import Proactor, Reactor
 from settled.settlement import Reject as Rejection
 from settled.testing import NotIdle, Rehearsal
@@ -593,6 +594,39 @@ def test_a_cancelled_proactor_releases_what_it_holds() -> None:
     assert pump.status is Status.STOPPED
     (subscription,) = app.subscriptions
     assert len(transport.immediate(subscription.source).take(10)) == 3
+
+
+def test_a_proactor_cancelled_while_it_acks_leaves_that_message_to_the_broker_and_releases_the_rest() -> None:
+    transport = MemoryTransport()
+    app = App(transport=transport)
+
+    @app.subscriber("orders", buffer=3)
+    async def handle(order: Order) -> None: ...
+
+    for number in range(3):
+        app.publish("orders", Order(number))
+
+    async def main() -> Proactor:
+        (subscription,) = app.subscriptions
+        channel = transport.async_channel(subscription.source)
+        acking = asyncio.Event()
+
+        async def ack(_: Delivery) -> None:
+            acking.set()
+            await asyncio.sleep(3600)
+
+        channel.ack = ack  # type: ignore[method-assign]
+        pump = Proactor(subscription, channel, SystemClock())
+        task = asyncio.create_task(pump.run())
+        await acking.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return pump
+
+    counts = asyncio.run(main()).counts
+    # Whether the broker has heard of the ack is not known, so it must not hear of a release.
+    assert (counts.acked, counts.settle_failed, counts.nacked) == (0, 1, 2)
 
 
 def test_a_cancellation_that_a_handler_lets_through_is_an_error_of_its_own() -> None:

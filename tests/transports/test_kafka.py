@@ -214,6 +214,47 @@ def test_only_the_settled_prefix_of_a_partition_is_committed(broker: KafkaBroker
     assert bodies(drain(broker.channel(), 3)) == [b"1", b"2", b"3"]
 
 
+def test_what_was_fetched_and_not_handed_out_is_not_committed_and_waits_its_turn(broker: KafkaBroker) -> None:
+    for number in range(6):
+        broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number))
+    channel = broker.channel()
+    channel.ack(one(channel))
+    given_back = one(channel)
+    channel.nack(given_back)
+    again = one(channel)
+    assert (again.data, again.attempt) == (given_back.data, 1) == (b"1", 1)
+    channel.ack(again)
+    failed = one(channel)
+    channel.requeue(failed, 0)
+    channel.close()
+    after = drain(broker.channel(), 4)
+    assert [(delivery.data, delivery.attempt) for delivery in after] == [
+        (b"2", 2),
+        (b"3", 1),
+        (b"4", 1),
+        (b"5", 1),
+    ]
+
+
+def test_a_member_that_has_records_in_hand_still_gives_up_a_partition(kafka: Cluster) -> None:
+    with broker_of(kafka, KafkaTopic(), partitions=2) as broker:
+        for number in range(200):
+            broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number, lane=str(number % 5)))
+        here = broker.channel()
+        here.ack(one(here))
+        there = broker.channel()
+        theirs: list[Any] = []
+        for _ in range(150):
+            # Far fewer than were fetched at once: without a poll in between, the group would wait for them.
+            for delivery in here.receive(1, 0):
+                here.ack(delivery)
+            theirs += there.receive(1, 0.2)
+            if theirs:
+                break
+        assert theirs
+        there.ack(theirs[0])
+
+
 def test_attempts_and_delays_are_the_next_consumers_too(broker: KafkaBroker) -> None:
     broker.publish(Outgoing(subject=broker.queue, data=b"1"))
     broker.publish(Outgoing(subject=broker.queue, data=b"2"))
@@ -583,6 +624,22 @@ def test_a_lock_of_a_share_group_that_ran_out_is_lost(shared: ShareBroker) -> No
         with pytest.raises(LeaseLost, match=late.id):
             call(late)
     channel.ack(again)
+
+
+def test_acks_of_a_share_group_are_told_together_or_after_a_moment(shared: ShareBroker) -> None:
+    for number in range(4):
+        shared.publish(Outgoing(subject=shared.queue, data=b"%d" % number))
+    channel = shared.channel()
+    taken: list[Any] = []
+    while len(taken) < 4:
+        taken += channel.receive(4, 1)
+    channel.ack(taken[0])
+    channel.ack(taken[1])
+    again = drain(channel, 2)
+    assert {delivery.data for delivery in again} == {b"2", b"3"}
+    assert {delivery.attempt for delivery in again} == {2}
+    channel.close()
+    assert not shared.channel().receive(4, 0.5)
 
 
 def test_a_share_group_counts_and_names_its_limit(shared: ShareBroker) -> None:

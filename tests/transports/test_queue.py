@@ -21,7 +21,7 @@ from settled.transports.base import AsyncChannel, Channel, LeaseLost, Outgoing, 
 from settled.transports.faces import BlockingChannel
 from settled.transports.http import HttpTransport
 from settled.transports.postgres import PostgresTransport
-from settled.transports.queue import QueueChannel, QueueTransport
+from settled.transports.queue import Backend, QueueChannel, QueueTransport
 from tests.conftest import Order
 from tests.transports.conformance import Conformance
 
@@ -227,6 +227,63 @@ def test_acks_of_a_batch_are_sent_together_or_after_a_moment(broker: QueueBroker
     for delivery in again:
         channel.ack(delivery)
     channel.close()
+
+
+class Watched:
+    """A backend whose settle calls do not go out before the next pop has."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+        self._pops = self._settled = 0
+        self.rules, self.extend, self.push, self.close = inner.rules, inner.extend, inner.push, inner.close
+
+    async def pop(self, *arguments: Any) -> Any:
+        self._pops += 1
+        return await self._inner.pop(*arguments)
+
+    async def settle(self, *arguments: Any) -> Any:
+        self._settled += 1
+        async with asyncio.timeout(30):
+            while self._pops <= self._settled:
+                await asyncio.sleep(0.01)
+        return await self._inner.settle(*arguments)
+
+
+def test_the_next_batch_is_asked_for_while_the_acks_of_the_last_one_travel(broker: QueueBroker) -> None:
+    headers = {"content-type": "application/json"}
+    for number in range(12):
+        data = b'{"id":%d}' % number
+        broker.publish(Outgoing(subject=broker.queue, data=data, headers=headers, lane="one"))
+    transport = broker.transport
+    seen: list[int] = []
+    connect = transport.connect
+
+    async def watched() -> Backend:
+        return Watched(await connect())
+
+    transport.connect = watched  # type: ignore[method-assign]
+    app = App(transport=transport)
+
+    @app.subscriber(broker.queue, buffer=4)
+    async def handle(order: Order) -> None:
+        seen.append(order.id)
+
+    async def main() -> Any:
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.serve(stop))
+        async with asyncio.timeout(60):
+            while app.status().counts.acked < 12:
+                await asyncio.sleep(0.01)
+        stop.set()
+        return await running
+
+    counts = asyncio.run(main()).counts
+    transport.connect = connect  # type: ignore[method-assign]
+    assert seen == list(range(12))
+    assert (counts.acked, counts.settle_failed) == (12, 0)
+    # When the app has ended, nothing is on its way any more.
+    broker.wait(LEASE + 0.5)
+    assert not broker.channel().receive(1, 0)
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

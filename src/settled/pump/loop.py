@@ -24,6 +24,7 @@ from settled.settlement import (
     Outcome,
     Reject,
     Requeue,
+    Returned,
     Settlement,
     decide,
     describe,
@@ -38,9 +39,13 @@ class Receive(msgspec.Struct, frozen=True, gc=False):
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """Decode the payload and run the handler; answered with an outcome."""
+    """Decode the payload, run the handler and, if it returns, settle the message as `then` says.
+
+    Answered with None, with the error of that settle call, or with an outcome that is still to be decided on.
+    """
 
     delivery: Delivery
+    then: Action | None
 
 
 class Settle(msgspec.Struct, frozen=True):
@@ -160,6 +165,8 @@ def pump(
     buffered: deque[Delivery] = deque()
     receive = Receive(policy.buffer, 0 if until_idle else policy.receive_timeout)
     stopped = Stopped(Status.STOPPED, "told to stop")
+    # The way nearly all messages go is known beforehand: nothing to log, to count as a strike or to wait for.
+    then = ACKED.action if decide(Returned(), policy) is ACKED else None
     while not stopping():
         if not buffered:
             got: Sequence[Delivery] | BaseException = yield receive
@@ -181,16 +188,15 @@ def pump(
             counts.settle_failed += 1
             log.settle_failed(delivery, Ack(), failed)
             continue
-        outcome: Outcome = yield Handle(delivery)
-        settlement = decide(outcome, policy, delivery.attempt)
-        if settlement is ACKED:
-            # The way nearly all messages go: nothing to log, to count as a strike or to wait for.
-            if (failed := (yield Settle(delivery, ACKED.action))) is None:
-                counts.acked += 1
-            else:
-                counts.settle_failed += 1
-                log.settle_failed(delivery, ACKED.action, failed)
+        outcome: Outcome | BaseException | None = yield Handle(delivery, then)
+        if outcome is None:
+            counts.acked += 1
             continue
+        if isinstance(outcome, BaseException):
+            counts.settle_failed += 1
+            log.settle_failed(delivery, ACKED.action, outcome)
+            continue
+        settlement = decide(outcome, policy, delivery.attempt)
         if buffered and _blocks_its_lane(delivery, settlement.action):
             yield from _release([d for d in buffered if d.lane == delivery.lane], counts, log)
             buffered = deque(d for d in buffered if d.lane != delivery.lane)

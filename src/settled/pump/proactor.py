@@ -6,28 +6,21 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from settled.message import Message, in_hand
+from settled.message import Delivery, Message, in_hand
 from settled.pump.driver import Pump
 from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped
-from settled.pump.settlers import AwaitableSettler
-from settled.settlement import Cancelled, Outcome, Raised, Returned, Undecodable
+from settled.pump.settlers import AwaitableSettler, perform
+from settled.settlement import Action, Cancelled, Outcome, Raised, Returned, Undecodable
 from settled.transports.base import AsyncChannel
 
 _RETURNED = Returned()
-
-# What the loop is told when the pump's task is cancelled in the middle of an effect.
-_INTERRUPTED: dict[type[Effect], Callable[[BaseException], Any]] = {
-    Handle: lambda _: Cancelled(),
-    Settle: lambda error: error,
-    Receive: lambda _: (),
-    Pause: lambda _: None,
-}
 
 
 class Proactor(Pump[AsyncChannel]):
     """The driver of async handlers; `run()` is awaited until the pump ends."""
 
     settler = AwaitableSettler
+    _cancelled: asyncio.CancelledError | None = None
 
     async def run(self) -> Stopped:
         """Pump until told to stop or cancelled, or until the limit is reached."""
@@ -38,45 +31,65 @@ class Proactor(Pump[AsyncChannel]):
             Receive: self._receive,
             Pause: self._pause,
         }
-        cancelled: asyncio.CancelledError | None = None
         try:
             effect = next(effects)
             while True:
-                try:
-                    answer = await carry_out[type(effect)](effect)
-                except asyncio.CancelledError as error:
-                    # What is in hand and buffered is still to be released, in this very task.
-                    cancelled = error
-                    _uncancel()
-                    self._stop.ring()
-                    answer = _INTERRUPTED[type(effect)](error)
-                effect = effects.send(answer)
+                effect = effects.send(await carry_out[type(effect)](effect))
         except StopIteration as end:
             stopped = self._ended(end.value)
         except BaseException as error:
             self._crashed(error)
             raise
-        if cancelled is not None:
-            raise cancelled
+        if self._cancelled is not None:
+            raise self._cancelled
         return stopped
+
+    def _interrupt(self, error: asyncio.CancelledError) -> None:
+        """Stop: what is in hand and buffered is still to be released, in this very task."""
+        self._cancelled = error
+        task = asyncio.current_task()
+        while task is not None and task.cancelling():
+            task.uncancel()
+        self._stop.ring()
 
     async def _receive(self, effect: Receive) -> Any:
         try:
             return await self.channel.receive(effect.limit, effect.timeout)
         except Exception as error:
             return error
+        except asyncio.CancelledError as error:
+            self._interrupt(error)
+            return ()
 
-    async def _settle(self, effect: Settle) -> Exception | None:
-        try:
-            await self._settler.settle(effect.delivery, effect.action)
-        except Exception as error:
-            return error
+    async def _settle(self, effect: Settle) -> BaseException | None:
+        return await self._try_to_settle(effect.delivery, effect.action)
+
+    async def _try_to_settle(self, delivery: Delivery, action: Action) -> BaseException | None:
+        """What a settler does, with fewer steps: this is the loop's own thread."""
+        if delivery.claim():
+            try:
+                done = perform(self.channel, delivery, action)
+                if done is not None:
+                    await done
+            except Exception as error:
+                delivery.reopen()
+                return error
+            except asyncio.CancelledError as error:
+                delivery.reopen()
+                self._interrupt(error)
+                return error
+            except BaseException:
+                delivery.reopen()
+                raise
         return None
 
     async def _pause(self, effect: Pause) -> None:
-        await self._clock.wait_async(self._stop, 0, effect.seconds)
+        try:
+            await self._clock.wait_async(self._stop, 0, effect.seconds)
+        except asyncio.CancelledError as error:
+            self._interrupt(error)
 
-    async def _handle(self, effect: Handle) -> Outcome:
+    async def _handle(self, effect: Handle) -> Outcome | BaseException | None:
         delivery = effect.delivery
         try:
             message: Message[Any] = Message(delivery, self.subscription.decode, self._settler)
@@ -89,7 +102,8 @@ class Proactor(Pump[AsyncChannel]):
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise
+                self._interrupt(error)
+                return Cancelled()
             # Somebody else's cancellation, which the handler let through: an error like any other.
             return Raised(error, delivery.settled)
         except BaseException as error:
@@ -98,10 +112,4 @@ class Proactor(Pump[AsyncChannel]):
             in_hand.reset(token)
             self.in_hand = None
             delivery.handled = True
-        return _RETURNED
-
-
-def _uncancel() -> None:
-    task = asyncio.current_task()
-    while task is not None and task.cancelling():
-        task.uncancel()
+        return _RETURNED if effect.then is None else await self._try_to_settle(delivery, effect.then)

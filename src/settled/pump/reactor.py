@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from settled.message import Message, in_hand
+from settled.message import Delivery, Message, in_hand
 from settled.pump.driver import Pump
 from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped
 from settled.pump.settlers import BlockingSettler
-from settled.settlement import Nack, Outcome, Raised, Returned, Undecodable
+from settled.settlement import Action, Nack, Outcome, Raised, Returned, Undecodable
 from settled.transports.base import Channel
 
 _RETURNED = Returned()
@@ -52,8 +52,11 @@ class Reactor(Pump[Channel]):
             return error
 
     def _settle(self, effect: Settle) -> Exception | None:
+        return self._try_to_settle(effect.delivery, effect.action)
+
+    def _try_to_settle(self, delivery: Delivery, action: Action) -> Exception | None:
         try:
-            self._settler.settle(effect.delivery, effect.action)
+            self._settler.settle(delivery, action)
         except Exception as error:
             return error
         return None
@@ -61,7 +64,7 @@ class Reactor(Pump[Channel]):
     def _pause(self, effect: Pause) -> None:
         self._clock.wait(self._stop, 0, effect.seconds)
 
-    def _handle(self, effect: Handle) -> Outcome:
+    def _handle(self, effect: Handle) -> Outcome | Exception | None:
         delivery = effect.delivery
         try:
             message: Message[Any] = Message(delivery, self.subscription.decode, self._settler)
@@ -77,4 +80,4 @@ class Reactor(Pump[Channel]):
             in_hand.reset(token)
             self.in_hand = None
             delivery.handled = True
-        return _RETURNED
+        return _RETURNED if effect.then is None else self._try_to_settle(delivery, effect.then)

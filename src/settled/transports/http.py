@@ -16,7 +16,15 @@ from settled.client.wire import Wire
 from settled.codec import BYTES, JSON, TEXT, content_type_of
 from settled.message import Metadata
 from settled.transports.base import Outgoing, Published, Source
-from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Rules, Verdict, lost
+from settled.transports.queue import (
+    DEFAULT_GROUP,
+    QueueDelivery,
+    QueueTransport,
+    Rules,
+    Verdict,
+    headers,
+    lost,
+)
 
 _LEASE_SECONDS = 300
 _REFUSED_FOR_GOOD = (400, 413, 415, 422)
@@ -27,6 +35,7 @@ class _Popped(msgspec.Struct, rename="camel"):
     partition_id: str
     partition: str
     created_at: datetime
+    consumer_group: str = DEFAULT_GROUP
     data: msgspec.Raw = msgspec.Raw(b"null")
     content_type: str = JSON
     encoding: str | None = None
@@ -53,6 +62,15 @@ class _Pushed(msgspec.Struct):
     status: str
 
 
+class _Verdict(msgspec.Struct, rename="camel", omit_defaults=True):
+    transaction_id: str
+    partition_id: str
+    lease_id: str | None
+    status: str
+    error: str | None = None
+    delay_seconds: float | None = None
+
+
 class _Settled(msgspec.Struct):
     success: bool
     message: str = ""
@@ -63,6 +81,22 @@ _popped = msgspec.json.Decoder(_PoppedAnswer)
 _described = msgspec.json.Decoder(_Described)
 _pushed = msgspec.json.Decoder(list[_Pushed])
 _settled = msgspec.json.Decoder(list[_Settled])
+
+
+class HttpDelivery(QueueDelivery[_Popped]):
+    """A message as the server sent it."""
+
+    __slots__ = ()
+
+    def metadata(self) -> Metadata:
+        popped = self.popped
+        return Metadata(
+            timestamp=popped.created_at,
+            redelivery_count=popped.retry_count,
+            consumer=popped.consumer_group,
+            lane=popped.partition,
+            lease=popped.lease_id,
+        )
 
 
 class HttpTransport(QueueTransport):
@@ -104,7 +138,7 @@ class HttpBackend:
         options = _described.decode(answer).options
         return Rules(options.lease_time, options.retry == "in_order")
 
-    async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery]:
+    async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery[Any]]:
         group = source.group or DEFAULT_GROUP
         params = {"batch": str(limit), "partitions": str(limit), "consumerGroup": group}
         if wait > 0:
@@ -113,42 +147,35 @@ class HttpBackend:
         answer = await self.wire.call("GET", path, params=params, wait=wait)
         messages = _popped.decode(answer).messages if answer else []
         return [
-            QueueDelivery(
-                id=message.transaction_id,
-                subject=source.channel,
-                data=_bytes(message),
-                headers={"content-type": message.content_type, **(message.headers or {})},
-                lane_id=message.partition_id,
-                ordered=ordered,
-                facts=Metadata(
-                    timestamp=message.created_at,
-                    redelivery_count=message.retry_count,
-                    consumer=group,
-                    lane=message.partition,
-                    lease=message.lease_id,
-                ),
+            HttpDelivery(
+                message,
+                source.channel,
+                _bytes(message),
+                headers(message.content_type, message.headers),
+                message.retry_count + 1,
+                ordered,
             )
             for message in messages
         ]
 
     async def settle(self, group: str, verdicts: Sequence[Verdict]) -> list[str | None]:
         items = [
-            {
-                "transactionId": verdict.delivery.id,
-                "partitionId": verdict.delivery.lane_id,
-                "leaseId": verdict.delivery.facts.lease,
-                "status": verdict.status,
-                "error": verdict.error,
-                "delaySeconds": verdict.delay,
-            }
+            _Verdict(
+                verdict.delivery.id,
+                verdict.delivery.popped.partition_id,
+                verdict.delivery.popped.lease_id,
+                verdict.status,
+                verdict.error,
+                verdict.delay,
+            )
             for verdict in verdicts
         ]
         body = {"consumerGroup": group, "acknowledgments": items, "atomic": False}
         answer = _settled.decode(await self.wire.call("POST", "/api/v1/ack/batch", body))
         return [None if result.success else (result.error or result.message) for result in answer]
 
-    async def extend(self, delivery: QueueDelivery) -> None:
-        lease = quote(delivery.facts.lease or "", safe="")
+    async def extend(self, delivery: QueueDelivery[Any]) -> None:
+        lease = quote(delivery.popped.lease_id or "", safe="")
         try:
             await self.wire.call("POST", f"/api/v1/lease/{lease}/extend", {"seconds": _LEASE_SECONDS})
         except Refused as refused:

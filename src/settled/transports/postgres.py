@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from settled.codec import BYTES, content_type_of
 from settled.message import Metadata
 from settled.queue.engine import Engine
+from settled.queue.popped import PoppedMessage
 from settled.queue.types import DEFAULT_PARTITION, AckItem, BadRequest, NotFound, PopRequest, PushItem
 from settled.transports.base import Outgoing, Published, Source
-from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Rules, Verdict, lost
+from settled.transports.queue import (
+    DEFAULT_GROUP,
+    QueueDelivery,
+    QueueTransport,
+    Rules,
+    Verdict,
+    headers,
+    lost,
+)
 
 _LEASE_SECONDS = 300
+
+
+class EngineDelivery(QueueDelivery[PoppedMessage]):
+    """A message as the engine handed it out."""
+
+    __slots__ = ()
+
+    def metadata(self) -> Metadata:
+        popped = self.popped
+        return Metadata(
+            stream_sequence=popped.seq,
+            consumer_sequence=popped.seq,
+            timestamp=popped.created_at,
+            redelivery_count=popped.attempts,
+            consumer=popped.group,
+            lane=popped.partition,
+            lease=popped.lease_id,
+        )
 
 
 class PostgresTransport(QueueTransport):
@@ -41,7 +69,7 @@ class EngineBackend:
             return Rules()
         return Rules(options.lease_time, options.retry == "in_order")
 
-    async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery]:
+    async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery[Any]]:
         popped = await self.engine.pop(
             PopRequest(
                 queue=source.channel,
@@ -52,22 +80,13 @@ class EngineBackend:
             )
         )
         return [
-            QueueDelivery(
-                id=message.transaction_id,
-                subject=message.queue,
-                data=message.payload,
-                headers={"content-type": message.content_type, **message.headers},
-                lane_id=message.partition_id,
-                ordered=ordered,
-                facts=Metadata(
-                    stream_sequence=message.seq,
-                    consumer_sequence=message.seq,
-                    timestamp=message.created_at,
-                    redelivery_count=message.attempts,
-                    consumer=message.group,
-                    lane=message.partition,
-                    lease=message.lease_id,
-                ),
+            EngineDelivery(
+                message,
+                message.queue,
+                message.payload,
+                headers(message.content_type, message.headers),
+                message.attempts + 1,
+                ordered,
             )
             for message in popped.messages()
         ]
@@ -76,9 +95,9 @@ class EngineBackend:
         items = [
             AckItem(
                 transaction_id=verdict.delivery.id,
-                partition_id=verdict.delivery.lane_id,
+                partition_id=verdict.delivery.popped.partition_id,
                 status=verdict.status,
-                lease_id=verdict.delivery.facts.lease,
+                lease_id=verdict.delivery.popped.lease_id,
                 error=verdict.error,
                 delay=verdict.delay,
             )
@@ -87,8 +106,8 @@ class EngineBackend:
         results = await self.engine.ack(items, group, atomic=False)
         return [None if result.success else (result.error or result.message) for result in results]
 
-    async def extend(self, delivery: QueueDelivery) -> None:
-        extension = await self.engine.extend(delivery.facts.lease or "", _LEASE_SECONDS)
+    async def extend(self, delivery: QueueDelivery[Any]) -> None:
+        extension = await self.engine.extend(delivery.popped.lease_id or "", _LEASE_SECONDS)
         if not extension.success:
             raise lost(delivery, extension.error or "its lease is gone")
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, TypeVar
 
-from settled.message import Delivery, Metadata
+import msgspec
+
+from settled.codec import JSON
+from settled.message import Delivery
 from settled.settlement import Reject
 from settled.transports.base import (
     AsyncChannel,
@@ -32,15 +36,14 @@ SPREAD = 16
 logger = logging.getLogger("settled")
 
 _SPREAD_LANE = "spread-"
-_FLUSH_AFTER = 0.05
+_SEND_AFTER = 0.05
 _WAIT_AT_MOST = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """How one delivery is settled, in the queue's words."""
 
-    delivery: QueueDelivery
+    delivery: QueueDelivery[Any]
     status: str
     error: str | None = None
     delay: float | None = None
@@ -55,37 +58,53 @@ class Rules:
     """A lane waits for a message that failed."""
 
 
-class QueueDelivery(Delivery):
-    """A delivery under a lease on its lane."""
+class Popped(Protocol):
+    """A message as a backend has it."""
 
-    __slots__ = ("batch", "facts", "lane_id")
+    @property
+    def transaction_id(self) -> str: ...
+
+    @property
+    def partition_id(self) -> str: ...
+
+    @property
+    def partition(self) -> str: ...
+
+    @property
+    def lease_id(self) -> str | None: ...
+
+
+P = TypeVar("P", bound=Popped)
+
+
+class QueueDelivery(Delivery, Generic[P]):
+    """A delivery under a lease on its lane; its metadata is worked out of what was popped."""
+
+    __slots__ = ("batch", "popped")
 
     def __init__(
-        self,
-        *,
-        id: str,  # noqa: A002
-        subject: str,
-        data: bytes,
-        headers: Mapping[str, str],
-        lane_id: str,
-        facts: Metadata,
-        ordered: bool,
+        self, popped: P, subject: str, data: bytes, headers: Mapping[str, str], attempt: int, ordered: bool
     ) -> None:
-        super().__init__(
-            id=id,
-            subject=subject,
-            data=data,
-            headers=headers,
-            attempt=facts.redelivery_count + 1,
-            lane=facts.lane,
-            ordered=ordered,
-        )
-        self.lane_id = lane_id
-        self.facts = facts
+        # Not through the base, which takes longer: this runs for every message.
+        self.id = popped.transaction_id
+        self.subject = subject
+        self.data = data
+        self.headers = headers
+        self.attempt = attempt
+        self.lane = popped.partition
+        self.ordered = ordered
+        self.settled = False
+        self.handled = False
+        self.popped = popped
         self.batch: Batch | None = None
 
-    def metadata(self) -> Metadata:
-        return self.facts
+
+def headers(content_type: str, others: Mapping[str, str] | None) -> Mapping[str, str]:
+    """A message's headers; the many that have nothing but JSON share theirs."""
+    return {"content-type": content_type, **(others or {})} if others or content_type != JSON else _PLAIN
+
+
+_PLAIN = MappingProxyType({"content-type": JSON})
 
 
 class Backend(Protocol):
@@ -94,13 +113,13 @@ class Backend(Protocol):
     async def rules(self, queue: str) -> Rules:
         """How the queue leases and retries; the defaults if there is no such queue yet."""
 
-    async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery]:
+    async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery[Any]]:
         """Lease up to `limit` messages, of as many lanes."""
 
     async def settle(self, group: str, verdicts: Sequence[Verdict]) -> list[str | None]:
         """Settle, and answer for each why it could not be, or None."""
 
-    async def extend(self, delivery: QueueDelivery) -> None:
+    async def extend(self, delivery: QueueDelivery[Any]) -> None:
         """Start the lease anew; LeaseLost if it is gone."""
 
     async def push(self, messages: Sequence[Outgoing]) -> list[Published]:
@@ -125,6 +144,7 @@ class QueueChannel:
 
     With a buffer of one, every settlement is on disk when its call returns. With a larger one,
     acknowledgements and releases wait for the rest of their batch, at most 50 ms; a failure takes them along.
+    The pump does not wait for the last ack of a batch: it asks for the next one meanwhile.
     """
 
     capabilities = Capabilities(nack=NackMeans.RELEASE, reject=RejectMeans.NATIVE, wakes=True, lanes=True)
@@ -136,6 +156,7 @@ class QueueChannel:
         self._wakes = 0
         self._rules: Rules | None = None
         self._late: set[asyncio.Task[None]] = set()
+        self._sending: asyncio.Task[None] | None = None
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         wakes = self._wakes
@@ -151,7 +172,7 @@ class QueueChannel:
             wait = max(0.0, min(_WAIT_AT_MOST, until - loop.time()))
             taken = await backend.pop(self._source, limit, wait, ordered)
             if taken:
-                batch = Batch(len(taken))
+                batch = Batch(len(taken)) if len(taken) > 1 else None
                 for delivery in taken:
                     delivery.batch = batch
                 return taken
@@ -159,10 +180,25 @@ class QueueChannel:
                 return ()
 
     async def ack(self, delivery: Delivery) -> None:
-        await self._settle_with_batch(Verdict(_mine(delivery), "completed"))
+        mine = _mine(delivery)
+        batch = mine.batch
+        if batch is None or (batch.open <= 1 and not mine.handled):
+            # It came alone, or the handler itself waits for it.
+            await self._settle(Verdict(mine, "completed"))
+            return
+        self._settle_with_batch(batch, Verdict(mine, "completed"))
+        if batch.open <= 0:
+            if self._sending is not None:
+                await asyncio.wait([self._sending])
+            self._sending = self._begin(self._send(batch))
 
     async def nack(self, delivery: Delivery) -> None:
-        await self._settle_with_batch(Verdict(_mine(delivery), "retry"))
+        mine = _mine(delivery)
+        batch = mine.batch
+        if batch is None or batch.open <= 1:
+            await self._settle(Verdict(mine, "retry"))
+        else:
+            self._settle_with_batch(batch, Verdict(mine, "retry"))
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         await self._settle(Verdict(_mine(delivery), "failed", "sent round again", delay))
@@ -189,17 +225,17 @@ class QueueChannel:
         for task in list(self._late):
             await task
 
-    async def _settle_with_batch(self, verdict: Verdict) -> None:
-        batch = verdict.delivery.batch
-        if batch is None or batch.open <= 1:
-            await self._settle(verdict)
-            return
+    def _settle_with_batch(self, batch: Batch, verdict: Verdict) -> None:
         batch.open -= 1
         batch.waiting.append(verdict)
         if len(batch.waiting) == 1:
-            task = asyncio.create_task(self._flush_later(batch))
-            self._late.add(task)
-            task.add_done_callback(self._late.discard)
+            self._begin(self._send_later(batch))
+
+    def _begin(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(call)
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+        return task
 
     async def _settle(self, verdict: Verdict) -> None:
         batch = verdict.delivery.batch
@@ -213,8 +249,11 @@ class QueueChannel:
         if why is not None:
             raise lost(verdict.delivery, why)
 
-    async def _flush_later(self, batch: Batch) -> None:
-        await asyncio.sleep(_FLUSH_AFTER)
+    async def _send_later(self, batch: Batch) -> None:
+        await asyncio.sleep(_SEND_AFTER)
+        await self._send(batch)
+
+    async def _send(self, batch: Batch) -> None:
         waiting, batch.waiting = batch.waiting, []
         if waiting:
             try:
@@ -233,7 +272,7 @@ def _report(verdicts: Sequence[Verdict], failures: Sequence[str | None]) -> None
             )
 
 
-def _mine(delivery: Delivery) -> QueueDelivery:
+def _mine(delivery: Delivery) -> QueueDelivery[Any]:
     if not isinstance(delivery, QueueDelivery):
         raise TypeError(f"message {delivery.id!r} was not received from this transport")
     return delivery
@@ -249,7 +288,7 @@ def was_spread(lane: str) -> bool:
     return number != lane and number.isdecimal() and int(number) < SPREAD
 
 
-def lost(delivery: QueueDelivery, why: str) -> LeaseLost:
+def lost(delivery: QueueDelivery[Any], why: str) -> LeaseLost:
     """The error for a delivery that is not the caller's to settle any more."""
     return LeaseLost(f"queue {delivery.subject!r}: message {delivery.id!r}: {why}")
 

@@ -17,7 +17,7 @@ from settled.message import Delivery
 from settled.settlement import Reject
 from settled.transports.base import Attempts, Capabilities, DelayMeans, LeaseLost, NackMeans, Source
 from settled.transports.kafka.lane import KafkaDelivery, Lane
-from settled.transports.kafka.records import headers_of, identity, stored_at
+from settled.transports.kafka.records import headers_of
 from settled.transports.kafka.settings import DEFAULT_GROUP, Settled
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("settled.kafka")
 
 _SLICE = 0.1
+# Records that are there already come along with the first: handed out one by one, each is not asked for anew.
+_AHEAD = 100
 _FLUSH_AFTER = 0.05
 _BROKER_TIMEOUT = 10.0
 _FENCED = {KafkaError.ILLEGAL_GENERATION, KafkaError.UNKNOWN_MEMBER_ID, KafkaError.FENCED_INSTANCE_ID}
@@ -66,7 +68,9 @@ class KafkaChannel:
         self._polled = 0.0
         self._wakes = 0
         self._trouble: KafkaException | None = None
-        self._flushing: asyncio.Task[None] | None = None
+        # Something is acked that no commit has been begun for; those that will.
+        self._noted = False
+        self._flushing: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
@@ -74,6 +78,11 @@ class KafkaChannel:
         loop = asyncio.get_running_loop()
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_alive(), name="kafka-keep-alive")
+        if time.monotonic() - self._polled < _SLICE:
+            with self._lock:
+                taken = self._ready(limit, time.time())
+            if taken:
+                return taken
         until = loop.time() + timeout
         while True:
             wait = max(0.0, min(_SLICE, until - loop.time()))
@@ -105,11 +114,14 @@ class KafkaChannel:
     def _take(self, limit: int, wait: float) -> list[KafkaDelivery]:
         """In the polling thread: what waits, else what the broker has."""
         consumer = self._consumer or self._join()
+        if time.monotonic() - self._polled >= _SLICE and any(lane.waiting for lane in self._lanes.values()):
+            # The group hears of us, and we of it, also while there is enough to hand out.
+            self._received(self._look(consumer, 0), set(), 0)
         now = time.time()
         with self._lock:
             for lane in self._lanes.values():
                 lane.expire(time.monotonic(), now)
-            busy = {place for place, lane in self._lanes.items() if lane.ordered and lane.out}
+            busy = {lane for lane in self._lanes.values() if lane.ordered and lane.out}
             ready = self._ready(limit, now)
             blocked = {place for place, lane in self._lanes.items() if lane.blocked()}
             dues = [due for lane in self._lanes.values() if (due := lane.due()) is not None]
@@ -117,28 +129,35 @@ class KafkaChannel:
             return ready
         if ready:
             self._pause(consumer, blocked)
-            return ready + self._received(consumer.consume(limit - len(ready), 0), busy)
+            room = limit - len(ready)
+            return ready + self._received(consumer.consume(room, 0), busy, room)
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
             raise trouble
         self._pause(consumer, blocked)
+        records = self._look(consumer, max(0.0, min([wait, *(due - now for due in dues)])))
+        if records:
+            records += consumer.consume(max(limit, _AHEAD) - 1, 0)
+        return self._received(records, busy, limit)
+
+    def _look(self, consumer: Consumer, wait: float) -> list[Message]:
         self._polled = time.monotonic()
-        first = consumer.poll(max(0.0, min([wait, *(due - now for due in dues)])))
-        if first is None:
-            return []
-        records = [first, *(consumer.consume(limit - 1, 0) if limit > 1 else ())]
-        return self._received(records, busy)
+        record = consumer.poll(wait)
+        return [] if record is None else [record]
 
     def _ready(self, limit: int, now: float) -> list[KafkaDelivery]:
         found: list[KafkaDelivery] = []
+        deadline = time.monotonic() + self._settings.lease
         for lane in self._lanes.values():
             for delivery in lane.ready(limit - len(found), now):
-                found.append(lane.hand_out(delivery, time.monotonic() + self._settings.lease))
+                del lane.waiting[delivery.offset]
+                found.append(lane.hand_out(delivery, deadline))
         return found
 
-    def _received(self, records: Sequence[Message], busy: set[tuple[str, int]]) -> list[KafkaDelivery]:
+    def _received(self, records: Sequence[Message], busy: set[Lane], room: int) -> list[KafkaDelivery]:
+        """Hand out as many as there is room for; the others wait."""
         taken: list[KafkaDelivery] = []
-        now = time.time()
+        now, deadline = time.time(), time.monotonic() + self._settings.lease
         with self._lock:
             for record in records:
                 error = record.error()
@@ -148,38 +167,28 @@ class KafkaChannel:
                     continue
                 delivery = self._delivery(record)
                 lane = delivery.home
-                failure = lane.failures.get(delivery.offset)
-                waits = lane.ordered and (lane.waiting or (lane.topic, lane.number) in busy)
-                if waits or (failure is not None and failure.due > now):
+                if len(taken) == room or lane in busy or lane.waits(delivery, now):
                     lane.waiting[delivery.offset] = delivery
                 else:
-                    taken.append(lane.hand_out(delivery, time.monotonic() + self._settings.lease))
+                    taken.append(lane.hand_out(delivery, deadline))
         if taken:
             self._transport.heard()
         return taken
 
     def _delivery(self, record: Message) -> KafkaDelivery:
-        topic, number, offset = str(record.topic()), record.partition() or 0, record.offset() or 0
-        lane = self._lanes.get((topic, number))
-        if lane is None or lane.goes_back(offset):
-            if lane is not None:
-                logger.warning("%s/%d: begins anew at offset %d", topic, number, offset)
-                lane.lost = True
-            lane = self._lanes[topic, number] = self._lane(topic, number)
-        lane.came(offset)
-        headers = headers_of(record)
-        failure = lane.failures.get(offset)
-        key = record.key()
-        return KafkaDelivery(
-            id=identity(record, headers),
-            data=record.value() or b"",
-            headers=headers,
-            key=None if key is None else headers["kafka-key"],
-            timestamp=stored_at(record),
-            offset=offset,
-            home=lane,
-            attempt=1 if failure is None else failure.attempts + 1,
-        )
+        place = record.topic(), record.partition()
+        lane = self._lanes.get(place)  # type: ignore[arg-type]
+        if lane is None or lane.goes_back(record.offset() or 0):
+            lane = self._anew(record, lane)
+        return lane.came(record, headers_of(record))
+
+    def _anew(self, record: Message, before: Lane | None) -> Lane:
+        topic, number = str(record.topic()), record.partition() or 0
+        if before is not None:
+            logger.warning("%s/%d: begins anew at offset %s", topic, number, record.offset())
+            before.lost = True
+        lane = self._lanes[topic, number] = self._lane(topic, number)
+        return lane
 
     def _lane(self, topic: str, number: int) -> Lane:
         return Lane(topic, number, self._group, ordered=self._settings.ordered)
@@ -240,13 +249,17 @@ class KafkaChannel:
 
     async def ack(self, delivery: Delivery) -> None:
         mine = _mine(delivery)
+        home = mine.home
         with self._lock:
-            mine.home.settle(mine)
-            more = any(lane.out for lane in self._lanes.values())
-        if more:
-            self._flush_later()
-        else:
+            home.settle(mine)
+            more = home.out or any(lane.out for lane in self._lanes.values())
+        if not more:
             await self._commit()
+        elif not self._noted:
+            self._noted = True
+            flushing = asyncio.create_task(self._flush(), name="kafka-commit")
+            self._flushing.add(flushing)
+            flushing.add_done_callback(self._flushing.discard)
 
     async def nack(self, delivery: Delivery) -> None:
         mine = _mine(delivery)
@@ -280,10 +293,10 @@ class KafkaChannel:
         self._wakes += 1
 
     async def close(self) -> None:
-        for task in (self._keeper, self._flushing):
+        for task in (*self._flushing, self._keeper):
             if task is not None:
                 task.cancel()
-        self._keeper = self._flushing = None
+        self._keeper = None
         polling, self._polling = self._polling, None
         if polling is None:
             return
@@ -335,12 +348,10 @@ class KafkaChannel:
             raise error
         logger.info("%s: committed later: %s", self._source.channel, error)
 
-    def _flush_later(self) -> None:
-        if self._flushing is None or self._flushing.done():
-            self._flushing = asyncio.create_task(self._flush(), name="kafka-commit")
-
     async def _flush(self) -> None:
         await asyncio.sleep(_FLUSH_AFTER)
+        # What is acked from here on needs another.
+        self._noted = False
         try:
             await self._commit()
         except Exception as error:
@@ -364,14 +375,8 @@ class KafkaChannel:
         with self._lock:
             everything = set(self._lanes)
         self._pause(consumer, everything)
-        self._polled = time.monotonic()
-        record = consumer.poll(0)
-        if record is not None and record.error() is None:
-            # Fetched before the pause: first in its lane when somebody asks.
-            with self._lock:
-                delivery = self._delivery(record)
-                delivery.home.waiting[delivery.offset] = delivery
-        return []
+        # What was fetched before the pause is first in its lane when somebody asks.
+        return self._received(self._look(consumer, 0), set(), 0)
 
 
 def _wanted(lanes: Iterable[Lane]) -> list[tuple[Lane, int, str]]:

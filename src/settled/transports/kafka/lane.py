@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from confluent_kafka import Message
+
 from settled.message import Delivery, Metadata
 from settled.transports.base import LeaseLost
+from settled.transports.kafka.records import ID, KEY, stored_at
 
 # The broker takes 4,096 bytes of metadata with an offset; an entry is at most 50.
 _MOST_FAILURES = 75
@@ -18,53 +21,40 @@ _MOST_FAILURES = 75
 class KafkaDelivery(Delivery):
     """A record as it is handed out; the same record handed out again is another delivery."""
 
-    __slots__ = ("deadline", "home", "key", "offset", "timestamp")
+    __slots__ = ("deadline", "home", "offset", "record")
 
     def __init__(
-        self,
-        *,
-        id: str,  # noqa: A002
-        data: bytes,
-        headers: Mapping[str, str],
-        key: str | None,
-        timestamp: int | None,
-        offset: int,
-        home: Lane,
-        attempt: int,
+        self, record: Message, offset: int, home: Lane, headers: Mapping[str, str], attempt: int
     ) -> None:
-        super().__init__(
-            id=id,
-            subject=home.topic,
-            data=data,
-            headers=headers,
-            attempt=attempt,
-            lane=str(home.number),
-            ordered=home.ordered,
-        )
-        self.key = key
-        self.timestamp = timestamp
+        # Not through the base: this runs for every record, and what few ask for is worked out when they do.
+        self.id = headers.get(ID) or f"{home.place}{offset}"
+        self.subject = home.topic
+        self.data = record.value() or b""
+        self.headers = headers
+        self.attempt = attempt
+        self.lane = home.name
+        self.ordered = home.ordered
+        self.settled = False
+        self.handled = False
+        self.record = record
         self.offset = offset
         self.home = home
         self.deadline = 0.0
 
+    @property
+    def key(self) -> str | None:
+        """The record's key, as its headers have it."""
+        return None if self.record.key() is None else self.headers[KEY]
+
     def again(self, attempt: int) -> KafkaDelivery:
         """The same record, open."""
-        return KafkaDelivery(
-            id=self.id,
-            data=self.data,
-            headers=self.headers,
-            key=self.key,
-            timestamp=self.timestamp,
-            offset=self.offset,
-            home=self.home,
-            attempt=attempt,
-        )
+        return KafkaDelivery(self.record, self.offset, self.home, self.headers, attempt)
 
     def metadata(self) -> Metadata:
-        stored = None if self.timestamp is None else datetime.fromtimestamp(self.timestamp / 1000, UTC)
+        stored = stored_at(self.record)
         return Metadata(
             stream_sequence=self.offset,
-            timestamp=stored,
+            timestamp=None if stored is None else datetime.fromtimestamp(stored / 1000, UTC),
             redelivery_count=self.attempt - 1,
             consumer=self.home.group,
             lane=self.lane,
@@ -82,13 +72,16 @@ class Failure:
 class Lane:
     """One partition of one consumer, from its assignment to its loss.
 
+    Every record that came is out, or waits, or is settled; so the position is known without a note of each.
+
     >>> lane = Lane("orders", 0, "billing", ordered=True)
-    >>> for offset in (4, 5, 7):
-    ...     lane.came(offset)
-    >>> lane.done(5)
+    >>> four, five, seven = (
+    ...     lane.hand_out(lane.came(Message(value=b"1", offset=at), {}), 0) for at in (4, 5, 7)
+    ... )
+    >>> lane.settle(five)
     >>> lane.position
     4
-    >>> lane.done(4)
+    >>> lane.settle(four)
     >>> lane.position
     7
     """
@@ -96,6 +89,8 @@ class Lane:
     def __init__(self, topic: str, number: int, group: str, *, ordered: bool) -> None:
         self.topic = topic
         self.number = number
+        self.name = str(number)
+        self.place = f"{topic}:{number}:"
         self.group = group
         self.ordered = ordered
         self.lost = False
@@ -105,29 +100,24 @@ class Lane:
         """To be handed out, again or for the first time."""
         self.failures: dict[int, Failure] = {}
         self.committed: tuple[int, str] | None = None
-        self._unsettled: deque[int] = deque()
-        self._settled: set[int] = set()
         self._next: int | None = None
 
     @property
     def position(self) -> int | None:
         """The first offset that is not settled; None before the first record."""
-        return self._unsettled[0] if self._unsettled else self._next
+        if self.out or self.waiting:
+            return min(itertools.chain(self.out, self.waiting))
+        return self._next
 
-    def came(self, offset: int) -> None:
+    def came(self, record: Message, headers: Mapping[str, str]) -> KafkaDelivery:
         """The broker has delivered this one. Offsets have gaps: compacted records, transaction markers."""
+        offset = record.offset() or 0
         if self.committed is None:
             # Where a new group begins needs no commit.
             self.committed = (offset, "")
-        self._unsettled.append(offset)
         self._next = offset + 1
-
-    def done(self, offset: int) -> None:
-        """It is settled for good: the position moves over the settled prefix only."""
-        self._settled.add(offset)
-        self.failures.pop(offset, None)
-        while self._unsettled and self._unsettled[0] in self._settled:
-            self._settled.discard(self._unsettled.popleft())
+        failure = self.failures.get(offset) if self.failures else None
+        return KafkaDelivery(record, offset, self, headers, 1 if failure is None else failure.attempts + 1)
 
     def goes_back(self, offset: int) -> bool:
         """Whether the partition begins anew, as when its topic was deleted and made again."""
@@ -151,23 +141,33 @@ class Lane:
 
     def blocked(self) -> bool:
         """Whether nothing behind may be fetched now."""
-        return bool(self.waiting) if self.ordered else len(self._unsettled) >= _MOST_UNSETTLED
+        return bool(self.waiting) if self.ordered else len(self.out) + len(self.waiting) >= _MOST_UNSETTLED
 
     def due(self) -> float | None:
         """When the next one that waits may be handed out."""
         times = [self.failures[offset].due for offset in self.waiting if offset in self.failures]
         return min(times, default=None)
 
+    def waits(self, delivery: KafkaDelivery, now: float) -> bool:
+        """Whether this one, which has just come, must not be handed out yet."""
+        if self.ordered and self.waiting:
+            return True
+        failure = self.failures.get(delivery.offset) if self.failures else None
+        return failure is not None and failure.due > now
+
     def hand_out(self, delivery: KafkaDelivery, deadline: float) -> KafkaDelivery:
-        self.waiting.pop(delivery.offset, None)
         delivery.deadline = deadline
         self.out[delivery.offset] = delivery
         return delivery
 
     def settle(self, delivery: KafkaDelivery) -> None:
-        self.check(delivery)
-        del self.out[delivery.offset]
-        self.done(delivery.offset)
+        """It is settled for good."""
+        offset = delivery.offset
+        if self.lost or self.out.get(offset) is not delivery:
+            self.check(delivery)
+        del self.out[offset]
+        if self.failures:
+            self.failures.pop(offset, None)
 
     def give_back(self, delivery: KafkaDelivery) -> None:
         """Nobody failed: it is next again."""

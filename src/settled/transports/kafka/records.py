@@ -22,13 +22,13 @@ _HERE, _ELSEWHERE = "ce_", "ce-"
 def headers_of(record: Message) -> dict[str, str]:
     """A record's headers and key."""
     found: dict[str, str] = {}
-    given: list[tuple[str, bytes | str | None]] = list(record.headers() or ())  # type: ignore[arg-type]
+    given: list[tuple[str, bytes | str | None]] = record.headers() or ()  # type: ignore[assignment]
     for name, value in given:
-        text = value.decode(errors=_ANY) if isinstance(value, bytes) else str(value or "")
+        text = value.decode("utf-8", _ANY) if isinstance(value, bytes) else str(value or "")
         found[_ELSEWHERE + name[3:] if name.startswith(_HERE) else name] = text
     key = record.key()
     if key is not None:
-        found[KEY] = key.decode(errors=_ANY) if isinstance(key, bytes) else str(key)
+        found[KEY] = key.decode("utf-8", _ANY) if isinstance(key, bytes) else str(key)
     return found
 
 

@@ -98,6 +98,8 @@ class ShareChannel:
         self._thread: ThreadPoolExecutor | None = None
         self._fresh: deque[ShareDelivery] = deque()
         self._out: dict[tuple[int | None, int | None], ShareDelivery] = {}
+        # Acked, and the client not told yet: it is told of many at once, in its thread.
+        self._accepted: deque[ShareDelivery] = deque()
         self._held: dict[asyncio.Task[None], ShareDelivery] = {}
         self._flushing: asyncio.Task[None] | None = None
         self._wakes = 0
@@ -145,8 +147,7 @@ class ShareChannel:
             raise KafkaException(trouble)
 
     async def ack(self, delivery: Delivery) -> None:
-        mine = self._claimed(delivery)
-        await self._run(self._acknowledge, mine, AcknowledgeType.ACCEPT)
+        self._accepted.append(self._claimed(delivery))
         if self._out or self._fresh:
             self._flush_later()
         else:
@@ -238,17 +239,27 @@ class ShareChannel:
         """Tell the broker; LeaseLost if it has taken a record away meanwhile."""
         if self._consumer is None:
             return
+        late: LeaseLost | None = None
+        while self._accepted:
+            try:
+                self._acknowledge(self._accepted.popleft(), AcknowledgeType.ACCEPT)
+            except LeaseLost as lost:
+                late = lost
         for place, error in self._consumer.commit_sync(_COMMIT_WITHIN).items():
             if error is not None:
                 why = f"topic {place.topic!r}, partition {place.partition}: {error.args[0].str()}"
                 if error.args[0].code() in _GONE:
                     raise LeaseLost(f"{why}: a lock was gone before its record was settled")
                 raise error
+        if late is not None:
+            raise late
 
     def _release(self, deliveries: Sequence[ShareDelivery]) -> None:
-        for delivery in deliveries:
-            self._acknowledge(delivery, AcknowledgeType.RELEASE)
-        self._commit()
+        try:
+            for delivery in deliveries:
+                self._acknowledge(delivery, AcknowledgeType.RELEASE)
+        finally:
+            self._commit()
 
     async def _expire(self) -> None:
         """Forget what the broker has taken back: the client would wait for it for ever."""
