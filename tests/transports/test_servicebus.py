@@ -22,16 +22,13 @@ from tests.brokers.looped import LoopedBroker, name
 from tests.brokers.processes import Server
 from tests.brokers.servicebus import LOCK, servicebus_server
 from tests.transports.conformance import Conformance
-from tests.transports.crashing import consume_with_crashes
+from tests.transports.crashing import MESSAGES, consume_with_crashes
 
 # The client leaves the socket of a lost connection to the garbage collector, which complains.
 LEFT = "<(function (StreamWriter|_SelectorTransport)|socket.socket)"
 pytestmark = pytest.mark.filterwarnings(
     f"ignore:Exception ignored in. {LEFT}:pytest.PytestUnraisableExceptionWarning"
 )
-
-MESSAGES = 400
-"""Of the crash test: the client, in Python throughout, settles a few hundred a second."""
 
 
 @pytest.fixture(scope="module")
@@ -394,7 +391,5 @@ def test_a_consumer_that_is_killed_again_and_again_loses_nothing(
                 await sender.send_messages([ServiceBusMessage(b"%d" % n) for n in range(start, start + 200)])
 
     broker.portal.run(send())
-    seen = consume_with_crashes(
-        url_of(broker.server), broker.queue, tmp_path / "seen", messages=MESSAGES, crashes=2
-    )
+    seen = consume_with_crashes(url_of(broker.server), broker.queue, tmp_path / "seen")
     assert set(seen) == set(range(MESSAGES))
