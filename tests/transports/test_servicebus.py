@@ -115,6 +115,7 @@ class TestSessions:
     queue = Conformance.queue
     test_limit = Conformance.test_a_limit_is_a_limit
     test_extend = Conformance.test_an_extended_lease_holds
+    test_slow = Conformance.test_a_handler_slower_than_the_lease_keeps_its_message_and_those_behind_it
     test_lane = Conformance.test_a_lane_is_in_order_and_waits_for_its_first_message
     test_buffered = Conformance.test_what_was_buffered_behind_a_message_given_back_does_not_overtake_it
     test_other = Conformance.test_a_message_given_back_goes_to_another_consumer

@@ -62,9 +62,10 @@ class Proactor(Pump[AsyncChannel]):
 
     async def _receive(self, effect: Receive) -> Any:
         try:
-            return await self.channel.receive(effect.limit, effect.timeout)
+            self.received = received = await self.channel.receive(effect.limit, effect.timeout)
         except Exception as error:
             return error
+        return received
 
     async def _settle(self, effect: Settle) -> Exception | None:
         try:

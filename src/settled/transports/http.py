@@ -18,7 +18,6 @@ from settled.message import Metadata
 from settled.transports.base import Outgoing, Published, Source
 from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Rules, Verdict, lost
 
-_LEASE_SECONDS = 300
 _REFUSED_FOR_GOOD = (400, 413, 415, 422)
 
 
@@ -147,10 +146,10 @@ class HttpBackend:
         answer = _settled.decode(await self.wire.call("POST", "/api/v1/ack/batch", body))
         return [None if result.success else (result.error or result.message) for result in answer]
 
-    async def extend(self, delivery: QueueDelivery) -> None:
+    async def extend(self, delivery: QueueDelivery, seconds: float) -> None:
         lease = quote(delivery.facts.lease or "", safe="")
         try:
-            await self.wire.call("POST", f"/api/v1/lease/{lease}/extend", {"seconds": _LEASE_SECONDS})
+            await self.wire.call("POST", f"/api/v1/lease/{lease}/extend", {"seconds": seconds})
         except Refused as refused:
             raise lost(delivery, refused.error) from refused
 

@@ -11,8 +11,6 @@ from settled.queue.types import DEFAULT_PARTITION, AckItem, BadRequest, NotFound
 from settled.transports.base import Outgoing, Published, Source
 from settled.transports.queue import DEFAULT_GROUP, QueueDelivery, QueueTransport, Rules, Verdict, lost
 
-_LEASE_SECONDS = 300
-
 
 class PostgresTransport(QueueTransport):
     """Queues in a Postgres database, reached by its DSN."""
@@ -87,8 +85,8 @@ class EngineBackend:
         results = await self.engine.ack(items, group, atomic=False)
         return [None if result.success else (result.error or result.message) for result in results]
 
-    async def extend(self, delivery: QueueDelivery) -> None:
-        extension = await self.engine.extend(delivery.facts.lease or "", _LEASE_SECONDS)
+    async def extend(self, delivery: QueueDelivery, seconds: float) -> None:
+        extension = await self.engine.extend(delivery.facts.lease or "", seconds)
         if not extension.success:
             raise lost(delivery, extension.error or "its lease is gone")
 

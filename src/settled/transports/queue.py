@@ -100,8 +100,8 @@ class Backend(Protocol):
     async def settle(self, group: str, verdicts: Sequence[Verdict]) -> list[str | None]:
         """Settle, and answer for each why it could not be, or None."""
 
-    async def extend(self, delivery: QueueDelivery) -> None:
-        """Start the lease anew; LeaseLost if it is gone."""
+    async def extend(self, delivery: QueueDelivery, seconds: float) -> None:
+        """Let the lease last for so long from now; LeaseLost if it is gone."""
 
     async def push(self, messages: Sequence[Outgoing]) -> list[Published]:
         """Store messages, each in its lane."""
@@ -180,7 +180,8 @@ class QueueChannel:
 
     async def extend(self, delivery: Delivery) -> None:
         backend = await self._transport.connection()
-        await backend.extend(_mine(delivery))
+        rules = self._rules or Rules()
+        await backend.extend(_mine(delivery), rules.lease)
 
     def wake(self) -> None:
         self._wakes += 1
