@@ -47,6 +47,7 @@ SESSION_FILTER = "com.microsoft:session-filter"
 LOCK_LOST = "com.microsoft:message-lock-lost"
 TICKS = 621355968000000000
 MAX_DELIVERY_COUNT = 10
+LARGEST = 256 * 1024
 DEAD = "/$deadletterqueue"
 
 
@@ -369,6 +370,13 @@ class Broker(Handler):
             request = Message()
             request.decode(raw)
             self._reply(link, request, queue)
+        elif len(raw) > LARGEST:
+            delivery.local.condition = Condition(
+                "amqp:link:message-size-exceeded", f"{len(raw)} bytes", {symbol("largest"): str(LARGEST)}
+            )
+            delivery.update(Delivery.REJECTED)
+            delivery.settle()
+            return
         else:
             self._store.db.execute("BEGIN")
             for part in parts_of(raw):

@@ -39,6 +39,7 @@ from tests.brokers.redis import Server, server
 from tests.conftest import Order
 from tests.transports.conformance import Conformance
 from tests.transports.crashing import MESSAGES, consume_with_crashes
+from tests.transports.refusing import carry
 
 LEASE = 1.5
 
@@ -627,3 +628,23 @@ def test_the_examples_of_the_docs_run() -> None:
         charged, worked = asyncio.run(main())
     assert (charged.counts.acked, charged.counts.requeued, charged.counts.rejected) == (1, 4, 1)
     assert worked.counts.acked == 1
+
+
+def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carries_it(
+    stream: RedisBroker,
+) -> None:
+    stream.client.config_set("proto-max-bulk-len", "2mb")
+    try:
+        totals, errors = carry(stream.server.url, stream.queue, b"1", b"x" * 3_000_000, b"2")
+    finally:
+        stream.client.config_set("proto-max-bulk-len", "512mb")
+    assert (totals.written, totals.rejected) == (2, 1)
+    assert "3000000 bytes are too many" in errors[0]
+    assert [data for data, _ in stream.letters(stream.queue)] == [b"1", b"2"]
+
+
+def test_a_bridge_to_a_key_of_another_kind_ends(stream: RedisBroker) -> None:
+    stream.client.set("settled-number", 7)
+    for query in ("", "?lists=true"):
+        with pytest.raises(ConfigurationError, match="'settled-number': the key is of another kind"):
+            carry(f"{stream.server.url}{query}", "settled-number", b"1")

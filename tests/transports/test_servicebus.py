@@ -23,6 +23,7 @@ from tests.brokers.processes import Server
 from tests.brokers.servicebus import LOCK, servicebus_server
 from tests.transports.conformance import Conformance
 from tests.transports.crashing import MESSAGES, consume_with_crashes
+from tests.transports.refusing import carry
 
 # The client leaves the socket of a lost connection to the garbage collector, which complains.
 LEFT = "<(function (StreamWriter|_SelectorTransport)|socket.socket)"
@@ -394,3 +395,13 @@ def test_a_consumer_that_is_killed_again_and_again_loses_nothing(
     broker.portal.run(send())
     seen = consume_with_crashes(url_of(broker.server), broker.queue, tmp_path / "seen")
     assert set(seen) == set(range(MESSAGES))
+
+
+def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carries_it(
+    broker: ServiceBusBroker,
+) -> None:
+    long = Outgoing(subject="", data=b"1", id="i" * 200)
+    totals, errors = carry(url_of(broker.server), broker.queue, b"1", b"x" * 300_000, long, b"2")
+    assert (totals.written, totals.rejected) == (2, 2)
+    for why in ("MessageSizeExceeded", "message_id cannot be longer"):
+        assert any(why in error for error in errors), why

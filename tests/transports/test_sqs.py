@@ -21,6 +21,7 @@ from tests.brokers.processes import Server
 from tests.brokers.sqs import CREDENTIALS, sqs_server
 from tests.transports.conformance import Conformance
 from tests.transports.crashing import MESSAGES, consume_with_crashes
+from tests.transports.refusing import carry
 
 LEASE = 2
 
@@ -345,3 +346,18 @@ def test_a_consumer_that_is_killed_again_and_again_loses_nothing(
     broker.portal.run(send_all())
     seen = consume_with_crashes(url, broker.queue, tmp_path / "seen")
     assert set(seen) == set(range(MESSAGES))
+
+
+def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carries_it(
+    broker: SqsBroker, url: str
+) -> None:
+    broker.call("set_queue_attributes", QueueUrl=broker.url(), Attributes={"MaximumMessageSize": "1024"})
+    totals, errors = carry(url, broker.queue, b"1", b"x" * 2000, b"2")
+    assert (totals.written, totals.rejected) == (2, 1)
+    assert "InvalidParameterValue" in errors[0]
+    channel, found = broker.channel(), set()
+    while len(found) < 2:
+        for delivery in channel.receive(10, 10):
+            found.add(delivery.data)
+            channel.ack(delivery)
+    assert found == {b"1", b"2"}
