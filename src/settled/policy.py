@@ -59,6 +59,8 @@ class Policy:
     """How many pumps run in parallel."""
     shutdown_grace: float = 10.0
     """How long a handler may go on after a stop, before its message is released."""
+    extend_for: float = 3600.0
+    """How long, in all, the lease of a message in hand is extended; 0 never extends it."""
 
     def __post_init__(self) -> None:
         try:
@@ -97,6 +99,7 @@ _SECONDS = (
     "channel_failure_delay",
     "receive_timeout",
     "shutdown_grace",
+    "extend_for",
 )
 
 
@@ -123,3 +126,4 @@ class PolicyOptions(TypedDict, total=False):
     buffer: int
     performers: int
     shutdown_grace: float
+    extend_for: float

@@ -10,6 +10,7 @@ from settled.clock import Clock
 from settled.handlers.layers import layers
 from settled.policy import OnError
 from settled.pump import Counts, Proactor, Reactor, Status
+from settled.pump.leases import Keeper
 from settled.pump.log import logger
 from settled.pump.loop import Strikes
 from settled.subscriber import Subscription
@@ -24,6 +25,7 @@ class Crew:
         self.strikes = Strikes(subscription.policy, clock.now)
         self.pumps: list[Reactor | Proactor] = []
         self.done: list[asyncio.Future[None]] = []
+        self._keepers: list[asyncio.Task[None]] = []
         self._clock = clock
 
     @property
@@ -75,6 +77,13 @@ class Crew:
                 # A daemon: a handler that never ends must not keep the process.
                 arguments = (pump, loop, done)
                 threading.Thread(target=self._perform, args=arguments, name=name, daemon=True).start()
+            self._keep_leases(pump)
+
+    def _keep_leases(self, pump: Reactor | Proactor) -> None:
+        longest = self.subscription.policy.extend_for
+        if longest > 0 and pump.channel.capabilities.extends:
+            keeper = Keeper(self.name, pump.channel, pump.held, longest)
+            self._keepers.append(asyncio.create_task(keeper.run(), name=f"{self.name}-leases"))
 
     async def _perform_async(self, pump: Proactor) -> None:
         try:
@@ -104,6 +113,8 @@ class Crew:
             pump.stop()
 
     async def close(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
         for pump in self.pumps:
             if isinstance(pump, Proactor):
                 await pump.channel.close()

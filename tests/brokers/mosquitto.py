@@ -44,6 +44,7 @@ class Mosquitto:
             f"keyfile {here}/key.pem\n"
             "persistence true\n"
             f"persistence_location {here}/\n"
+            "max_packet_size 4000000\n"
             "max_queued_messages 0\n"
             "max_inflight_messages 0\n"
         )

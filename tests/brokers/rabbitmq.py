@@ -55,6 +55,7 @@ class RabbitServer:
             "ssl_options.verify = verify_none\n"
             # Small disks and small machines must not make it stop taking messages.
             "disk_free_limit.absolute = 10MB\n"
+            "max_message_size = 4000000\n"
             "log.console.level = warning\n"
         )
         (here / "plugins").write_text("[].\n")

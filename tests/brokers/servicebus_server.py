@@ -47,6 +47,7 @@ SESSION_FILTER = "com.microsoft:session-filter"
 LOCK_LOST = "com.microsoft:message-lock-lost"
 TICKS = 621355968000000000
 MAX_DELIVERY_COUNT = 10
+LARGEST = 256 * 1024
 DEAD = "/$deadletterqueue"
 
 
@@ -90,9 +91,15 @@ class Store:
             "AND session = coalesce(?, session) AND hidden <= ? AND token IS NULL ORDER BY seq LIMIT ?",
             (queue, session, now, limit),
         ).fetchall()
-        for seq, raw, enqueued, count in rows:
-            token, until = new_token(), now + self.lock
-            self.db.execute("UPDATE message SET token = ?, hidden = ? WHERE seq = ?", (token, until, seq))
+        until = now + self.lock
+        tokens = [new_token() for _ in rows]
+        self.db.execute("BEGIN")
+        self.db.executemany(
+            "UPDATE message SET token = ?, hidden = ? WHERE seq = ?",
+            [(token, until, row[0]) for token, row in zip(tokens, rows, strict=True)],
+        )
+        self.db.execute("COMMIT")
+        for token, (seq, raw, enqueued, count) in zip(tokens, rows, strict=True):
             message = Message()
             message.decode(raw)
             message.delivery_count = count
@@ -114,6 +121,9 @@ class Store:
 
     def settle(self, token: bytes, how: str, facts: dict[str, str] | None = None) -> bool:
         """False if the lock is gone."""
+        if how == "completed":
+            done = self.db.execute("DELETE FROM message WHERE token = ? AND hidden > ?", (token, time.time()))
+            return done.rowcount > 0
         row = self.db.execute(
             "SELECT seq, queue, raw, count FROM message WHERE token = ? AND hidden > ?", (token, time.time())
         ).fetchone()
@@ -121,8 +131,6 @@ class Store:
             return False
         seq, queue, raw, count = row
         match how:
-            case "completed":
-                self.db.execute("DELETE FROM message WHERE seq = ?", (seq,))
             case "abandoned":
                 self._back(seq, queue, raw, count + 1)
             case "released":
@@ -362,6 +370,13 @@ class Broker(Handler):
             request = Message()
             request.decode(raw)
             self._reply(link, request, queue)
+        elif len(raw) > LARGEST:
+            delivery.local.condition = Condition(
+                "amqp:link:message-size-exceeded", f"{len(raw)} bytes", {symbol("largest"): str(LARGEST)}
+            )
+            delivery.update(Delivery.REJECTED)
+            delivery.settle()
+            return
         else:
             self._store.db.execute("BEGIN")
             for part in parts_of(raw):

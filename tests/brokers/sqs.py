@@ -13,7 +13,7 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "settled", "AWS_SECRET_ACCESS_KEY": "settled
 
 
 def _command(port: int, directory: Path) -> list[str]:
-    return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    return [sys.executable, "-m", "tests.brokers.sqs_server", str(port)]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def handled(record: Path) -> Counter[int]:
 
 
 def consume_with_crashes(
-    url: str, queue: str, record: Path, *, messages: int = MESSAGES, crashes: int = 4, seconds: float = 180
+    url: str, queue: str, record: Path, *, messages: int = MESSAGES, crashes: int = 4, seconds: float = 300
 ) -> Counter[int]:
     """Run a consumer of `queue` in a process of its own, kill it at random times, then let it finish.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
 from settled import App, ConfigurationError, Defer, DontAck, Message, Policy
 from settled.portal import Portal
@@ -42,6 +42,7 @@ from tests.brokers.kafka import (
 from tests.conftest import Order
 from tests.transports.conformance import Conformance, Queue
 from tests.transports.crashing import MESSAGES, consume_with_crashes
+from tests.transports.refusing import carry
 
 LEASE = 1.5
 # Either group protocol. The mock lets a member of a classic group go only when its session is over.
@@ -682,3 +683,18 @@ def test_the_examples_of_the_docs_run(kafka: Cluster) -> None:
     charged, worked = asyncio.run(main())
     assert (charged.counts.acked, charged.counts.requeued, charged.counts.rejected) == (1, 4, 1)
     assert worked.counts.acked == 1
+
+
+def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carries_it(
+    broker: KafkaBroker,
+) -> None:
+    totals, errors = carry(address(broker.kafka), broker.queue, b"1", b"x" * 1_100_000, b"2")
+    assert (totals.written, totals.rejected) == (2, 1)
+    assert "size too large" in errors[0]
+    assert [data for data, _ in broker.records(broker.queue)] == [b"1", b"2"]
+
+
+def test_a_bridge_to_a_topic_that_cannot_be_ends(broker: KafkaBroker) -> None:
+    broker.kafka.fail(PRODUCE, KafkaError.TOPIC_EXCEPTION, 1)
+    with pytest.raises(ConfigurationError, match=f"publish to '{broker.queue}': Broker: Invalid topic"):
+        carry(address(broker.kafka), broker.queue, b"1")

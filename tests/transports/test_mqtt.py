@@ -28,6 +28,7 @@ from tests.brokers.mosquitto import Mosquitto, mosquitto
 from tests.conftest import Order
 from tests.transports.conformance import Conformance, Queue
 from tests.transports.crashing import MESSAGES, consume_with_crashes
+from tests.transports.refusing import carry
 
 PAGE = Path(__file__).parents[2] / "docs" / "brokers" / "mqtt.md"
 
@@ -509,3 +510,21 @@ def test_none_of_ten_thousand_messages_is_lost_when_the_consumer_is_killed_again
     dead = broker.dead_letters()
     assert {int(body) for body, _ in dead} == set(range(0, MESSAGES, 1000))
     assert {error for _, error in dead} == {"a round number"}
+
+
+def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carries_it(
+    broker: MqttBroker,
+) -> None:
+    long = Outgoing(subject="", data=b"1", id="long", headers={"h": "x" * 70_000})
+    totals, errors = carry(broker.server.url, broker.queue, b"1", b"x" * 4_000_000, long, b"2")
+    assert (totals.written, totals.rejected) == (2, 2)
+    assert "a message must be 4000000 bytes at most" in errors[0]
+    assert "does not take it" in errors[1]
+    channel = broker.channel()
+    assert sorted(delivery.data for delivery in gather(channel, 2)) == [b"1", b"2"]
+
+
+def test_a_bridge_to_a_topic_that_cannot_be_ends(broker: MqttBroker) -> None:
+    for topic, why in (("orders/#", "no wildcards"), ("forbidden/1", "Not authorized")):
+        with pytest.raises(ConfigurationError, match=why):
+            carry(broker.server.url, topic, b"1")

@@ -19,6 +19,7 @@ from tests.brokers.processes import Server
 from tests.brokers.pubsub import emulator, emulator_jar, pubsub_server
 from tests.transports.conformance import Conformance
 from tests.transports.crashing import MESSAGES, consume_with_crashes
+from tests.transports.refusing import carry
 
 LEASE = 2
 
@@ -344,3 +345,12 @@ async def _publish_all(broker: PubSubBroker, count: int) -> None:
     for start in range(0, count, 500):
         messages = [pubsub.PubsubMessage(data=b"%d" % n) for n in range(start, start + 500)]
         await clients.publisher.publish(topic=topic, messages=messages)
+
+
+def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carries_it(
+    broker: PubSubBroker,
+) -> None:
+    long = Outgoing(subject="", data=b"1", id="long", headers={"h": "x" * 2000})
+    totals, errors = carry(url_of(broker.server), broker.queue, b"1", long, b"2")
+    assert (totals.written, totals.rejected) == (2, 1)
+    assert "attribute h is too long" in errors[0]

@@ -35,6 +35,7 @@ from tests.brokers.rabbitmq import RabbitServer, rabbitmq
 from tests.conftest import Order
 from tests.transports.conformance import Conformance, Queue
 from tests.transports.crashing import MESSAGES, consume_with_crashes
+from tests.transports.refusing import carry
 
 PAGE = Path(__file__).parents[2] / "docs" / "brokers" / "rabbitmq.md"
 
@@ -597,3 +598,50 @@ def test_none_of_ten_thousand_messages_is_lost_when_the_consumer_is_killed_again
     dead = broker.dead_letters()
     assert {int(body) for body, _ in dead} == set(range(0, MESSAGES, 1000))
     assert {error for _, error in dead} == {"a round number"}
+
+
+def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carries_it(
+    open_broker: Callable[..., RabbitBroker],
+) -> None:
+    broker = open_broker(type="classic")
+    many = Outgoing(subject="", data=b"1", id="many", headers={"h": "x" * 200_000})
+    long = Outgoing(subject="", data=b"1", id="i" * 300)
+    messages = (b"1", b"x" * 4_000_001, many, long, b"2")
+    totals, errors = carry(broker.server.url, broker.queue, *messages)
+    assert (totals.written, totals.rejected) == (2, 3)
+    for why in ("larger than configured max size 4000000", "headers must be 120000", "id must be 255 bytes"):
+        assert any(why in error for error in errors), why
+    assert {message.body for message in broker.all_of(broker.queue)} == {b"1", b"2"}
+
+
+def test_a_bridge_to_a_queue_or_an_exchange_that_is_not_there_ends(
+    open_broker: Callable[..., RabbitBroker],
+) -> None:
+    broker = open_broker(type="classic")
+    with pytest.raises(ConfigurationError, match="there is no queue 'nowhere'"):
+        carry(broker.server.url, "nowhere", b"1")
+    with pytest.raises(ConfigurationError, match="no exchange 'nowhere'"):
+        carry(f"{broker.server.url}?exchange=nowhere", "orders", b"1")
+    totals, errors = carry(f"{broker.server.url}?exchange=amq.topic", "unheard", b"1")
+    assert (totals.rejected, len(errors)) == (1, 1)
+    assert "exchange 'amq.topic' has no queue for key 'unheard'" in errors[0]
+
+
+def test_a_message_that_is_too_large_takes_nobody_along(open_broker: Callable[..., RabbitBroker]) -> None:
+    """It ends the channel that others are publishing through at that moment."""
+    broker = open_broker(type="classic")
+
+    async def publish(body: bytes) -> bool | None:
+        try:
+            await broker.transport.push(Outgoing(subject=broker.queue, data=body))
+        except PublishFailed as error:
+            return broker.transport.refuses(error)
+        return None
+
+    async def main() -> list[bool | None]:
+        bodies = [b"%d" % n for n in range(20)] + [b"x" * 4_000_001] + [b"%d" % n for n in range(20)]
+        return await asyncio.gather(*map(publish, bodies))
+
+    told = broker.portal.run(main())
+    assert told[20] is True
+    assert True not in told[:20] + told[21:]

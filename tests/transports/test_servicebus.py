@@ -22,16 +22,14 @@ from tests.brokers.looped import LoopedBroker, name
 from tests.brokers.processes import Server
 from tests.brokers.servicebus import LOCK, servicebus_server
 from tests.transports.conformance import Conformance
-from tests.transports.crashing import consume_with_crashes
+from tests.transports.crashing import MESSAGES, consume_with_crashes
+from tests.transports.refusing import carry
 
 # The client leaves the socket of a lost connection to the garbage collector, which complains.
 LEFT = "<(function (StreamWriter|_SelectorTransport)|socket.socket)"
 pytestmark = pytest.mark.filterwarnings(
     f"ignore:Exception ignored in. {LEFT}:pytest.PytestUnraisableExceptionWarning"
 )
-
-MESSAGES = 400
-"""Of the crash test: the client, in Python throughout, settles a few hundred a second."""
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +116,7 @@ class TestSessions:
     queue = Conformance.queue
     test_limit = Conformance.test_a_limit_is_a_limit
     test_extend = Conformance.test_an_extended_lease_holds
+    test_slow = Conformance.test_a_handler_slower_than_the_lease_keeps_its_message_and_those_behind_it
     test_lane = Conformance.test_a_lane_is_in_order_and_waits_for_its_first_message
     test_buffered = Conformance.test_what_was_buffered_behind_a_message_given_back_does_not_overtake_it
     test_other = Conformance.test_a_message_given_back_goes_to_another_consumer
@@ -394,7 +393,15 @@ def test_a_consumer_that_is_killed_again_and_again_loses_nothing(
                 await sender.send_messages([ServiceBusMessage(b"%d" % n) for n in range(start, start + 200)])
 
     broker.portal.run(send())
-    seen = consume_with_crashes(
-        url_of(broker.server), broker.queue, tmp_path / "seen", messages=MESSAGES, crashes=2
-    )
+    seen = consume_with_crashes(url_of(broker.server), broker.queue, tmp_path / "seen")
     assert set(seen) == set(range(MESSAGES))
+
+
+def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carries_it(
+    broker: ServiceBusBroker,
+) -> None:
+    long = Outgoing(subject="", data=b"1", id="i" * 200)
+    totals, errors = carry(url_of(broker.server), broker.queue, b"1", b"x" * 300_000, long, b"2")
+    assert (totals.written, totals.rejected) == (2, 2)
+    for why in ("MessageSizeExceeded", "message_id cannot be longer"):
+        assert any(why in error for error in errors), why

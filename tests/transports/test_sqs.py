@@ -20,11 +20,10 @@ from tests.brokers.looped import LoopedBroker, name
 from tests.brokers.processes import Server
 from tests.brokers.sqs import CREDENTIALS, sqs_server
 from tests.transports.conformance import Conformance
-from tests.transports.crashing import consume_with_crashes
+from tests.transports.crashing import MESSAGES, consume_with_crashes
+from tests.transports.refusing import carry
 
 LEASE = 2
-MESSAGES = 150
-"""Of the crash test: moto takes and deletes less than a hundred a second."""
 
 
 @pytest.fixture(scope="module")
@@ -333,8 +332,32 @@ def test_a_broker_that_is_away_is_an_error_until_it_is_back(server: Server, brok
 def test_a_consumer_that_is_killed_again_and_again_loses_nothing(
     broker: SqsBroker, url: str, tmp_path: Path
 ) -> None:
-    for start in range(0, MESSAGES, 10):
-        entries = [{"Id": str(n), "MessageBody": str(n)} for n in range(start, start + 10)]
-        broker.call("send_message_batch", QueueUrl=broker.url(), Entries=entries)
-    seen = consume_with_crashes(url, broker.queue, tmp_path / "seen", messages=MESSAGES, crashes=2)
+    url_of_queue = broker.url()
+
+    async def send(numbers: list[int]) -> None:
+        entries = [{"Id": str(n), "MessageBody": str(n)} for n in numbers]
+        await broker.transport.call("send_message_batch", QueueUrl=url_of_queue, Entries=entries)
+
+    async def send_all() -> None:
+        tens = [list(range(start, start + 10)) for start in range(0, MESSAGES, 10)]
+        while tens:
+            await asyncio.gather(*(send(tens.pop()) for _ in range(min(4, len(tens)))))
+
+    broker.portal.run(send_all())
+    seen = consume_with_crashes(url, broker.queue, tmp_path / "seen")
     assert set(seen) == set(range(MESSAGES))
+
+
+def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carries_it(
+    broker: SqsBroker, url: str
+) -> None:
+    broker.call("set_queue_attributes", QueueUrl=broker.url(), Attributes={"MaximumMessageSize": "1024"})
+    totals, errors = carry(url, broker.queue, b"1", b"x" * 2000, b"2")
+    assert (totals.written, totals.rejected) == (2, 1)
+    assert "InvalidParameterValue" in errors[0]
+    channel, found = broker.channel(), set()
+    while len(found) < 2:
+        for delivery in channel.receive(10, 10):
+            found.add(delivery.data)
+            channel.ack(delivery)
+    assert found == {b"1", b"2"}

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from settled.message import Delivery
+from settled.pump.leases import Keeper
 from settled.settlement import Reject, describe
 from settled.signals import ConfigurationError
 from settled.transports.base import (
     AsyncChannel,
     BrokerStatus,
+    Buffers,
+    Capabilities,
     Channel,
     Outgoing,
     Prepares,
@@ -23,12 +27,6 @@ from settled.transports.base import (
     Transport,
 )
 
-logger = logging.getLogger("settled")
-
-EXTEND_EVERY = 2.0
-"""How often the leases of what is out are started anew where the transport does not say how long they are."""
-_SELDOM = 20.0
-
 
 class Window:
     """What is out, and how much more may be."""
@@ -37,8 +35,7 @@ class Window:
         self.size = size
         self.limit = limit
         self.settled = 0
-        self.out: dict[Delivery, float] = {}
-        """When each was received, or extended last."""
+        self.out: dict[Delivery, None] = {}
         self.active = 0.0
         """When something last came, went or failed, by the loop's clock."""
         self._changed = asyncio.Event()
@@ -65,11 +62,9 @@ class Window:
         return min(wanted, self.room())
 
     def took(self, deliveries: Sequence[Delivery]) -> None:
-        now = asyncio.get_running_loop().time()
-        for delivery in deliveries:
-            self.out[delivery] = now
+        self.out.update(dict.fromkeys(deliveries))
         if deliveries or not self.active:
-            self.active = now
+            self.active = asyncio.get_running_loop().time()
 
     def ended(self, delivery: Delivery, *, settled: bool) -> None:
         self.out.pop(delivery, None)
@@ -85,12 +80,19 @@ class Window:
 class WindowedChannel:
     """A channel whose receive waits for room, and whose messages are kept until they are settled."""
 
-    def __init__(self, inner: AsyncChannel, window: Window, drain: Callable[[], Awaitable[None]]) -> None:
-        self.capabilities = inner.capabilities
+    def __init__(
+        self, name: str, inner: AsyncChannel, window: Window, drain: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._name = name
         self._inner = inner
         self._window = window
         self._drain = drain
         self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the channel, but for leases: a pump is done with a message before the target has it."""
+        return replace(self._inner.capabilities, extends=False)
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         # As much as is asked for if it is there soon: many small receives would be slow.
@@ -103,9 +105,10 @@ class WindowedChannel:
             self._window.touch()
             raise
         self._window.took(taken)
-        # Not before: a channel may know only now how long a lease is.
-        if taken and self._keeper is None and self._inner.capabilities.extends:
-            self._keeper = asyncio.create_task(self._keep(), name="bridge-leases")
+        if self._keeper is None and self._inner.capabilities.extends:
+            # As long as it takes: the target may be away for days.
+            keeper = Keeper(self._name, self._inner, self._held, math.inf)
+            self._keeper = asyncio.create_task(keeper.run(), name="bridge-leases")
         return taken
 
     async def ack(self, delivery: Delivery) -> None:
@@ -142,30 +145,9 @@ class WindowedChannel:
             self._keeper.cancel()
         await self._inner.close()
 
-    async def _keep(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            lease = self._inner.capabilities.lease
-            every = EXTEND_EVERY if lease is None else min(lease / 3, _SELDOM)
-            await asyncio.sleep(every / 2)
-            now, seen = loop.time(), set()
-            stale: list[Delivery] = []
-            for delivery, since in self._window.out.items():
-                if now - since < every:
-                    continue
-                # Where a lease is on a whole batch, once is enough.
-                name = delivery.metadata().lease or delivery.id
-                if name not in seen:
-                    seen.add(name)
-                    stale.append(delivery)
-                self._window.out[delivery] = now
-            await asyncio.gather(*(self._extend(delivery) for delivery in stale))
-
-    async def _extend(self, delivery: Delivery) -> None:
-        try:
-            await self._inner.extend(delivery)
-        except Exception as error:
-            logger.warning("bridge: the lease of %s cannot be renewed: %s", delivery.id, describe(error))
+    def _held(self) -> list[Delivery]:
+        out = [one for one in self._window.out if not one.settled]
+        return [*out, *self._inner.buffered()] if isinstance(self._inner, Buffers) else out
 
 
 class WindowedTransport:
@@ -199,7 +181,8 @@ class WindowedTransport:
         raise TypeError("a bridge reads with awaits")
 
     def async_channel(self, source: Source) -> AsyncChannel:
-        return WindowedChannel(self._inner.async_channel(source), self._window, self._drain)
+        name = f"bridge from {source.channel}"
+        return WindowedChannel(name, self._inner.async_channel(source), self._window, self._drain)
 
     def publish(self, message: Outgoing) -> Publication:
         return self._inner.publish(message)

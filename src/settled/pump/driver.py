@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,7 +14,7 @@ from settled.pump.loop import Counts, Effect, Status, Stopped, Strikes, pump
 from settled.pump.settlers import AwaitableSettler, BlockingSettler
 from settled.settlement import describe
 from settled.subscriber import Subscription
-from settled.transports.base import AsyncChannel, Capabilities, Channel
+from settled.transports.base import AsyncChannel, Buffers, Capabilities, Channel
 
 C = TypeVar("C", bound=Channel | AsyncChannel)
 
@@ -40,6 +40,7 @@ class Pump(Generic[C]):
         self.error: BaseException | None = None
         self.counts = Counts()
         self.in_hand: Delivery | None = None
+        self.received: Sequence[Delivery] = ()
         self.strikes = strikes or Strikes(subscription.policy, clock.now)
         self._until_idle = until_idle
         self._clock = clock
@@ -54,6 +55,14 @@ class Pump(Generic[C]):
     @property
     def stopping(self) -> bool:
         return self._stop.rung > 0
+
+    def held(self) -> Iterator[Delivery]:
+        """What is in hand, or waits for its turn: here, or inside the channel."""
+        # The next receive is made when the last of this one is handled or given back.
+        yield from (one for one in self.received if not one.settled and not one.handled)
+        channel: object = self.channel
+        if isinstance(channel, Buffers):
+            yield from channel.buffered()
 
     def _effects(self) -> Generator[Effect, Any, Stopped]:
         self.status = Status.STARTED

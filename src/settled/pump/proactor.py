@@ -54,12 +54,13 @@ class Proactor(Pump[AsyncChannel]):
 
     async def _receive(self, effect: Receive) -> Any:
         try:
-            return await self.channel.receive(effect.limit, effect.timeout)
+            self.received = received = await self.channel.receive(effect.limit, effect.timeout)
         except Exception as error:
             return error
         except asyncio.CancelledError as error:
             self._interrupt(error)
             return ()
+        return received
 
     async def _settle(self, effect: Settle) -> BaseException | None:
         return await self._try_to_settle(effect.delivery, effect.action)

@@ -47,9 +47,10 @@ class Reactor(Pump[Channel]):
 
     def _receive(self, effect: Receive) -> Any:
         try:
-            return self.channel.receive(effect.limit, effect.timeout)
+            self.received = received = self.channel.receive(effect.limit, effect.timeout)
         except Exception as error:
             return error
+        return received
 
     def _settle(self, effect: Settle) -> Exception | None:
         return self._try_to_settle(effect.delivery, effect.action)

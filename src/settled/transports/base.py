@@ -153,7 +153,9 @@ class LeaseLost(Exception):
 class Channel(Protocol):
     """A subscription's end of a broker, with blocking calls."""
 
-    capabilities: Capabilities
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do; some of it may be known only when messages come."""
 
     def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         """Up to `limit` messages; waits at most `timeout` seconds for the first."""
@@ -183,7 +185,8 @@ class Channel(Protocol):
 class AsyncChannel(Protocol):
     """The same, with awaitable calls."""
 
-    capabilities: Capabilities
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]: ...
 
@@ -226,6 +229,14 @@ class Transport(Protocol):
 
     def publish(self, message: Outgoing) -> Publication:
         """Hand the message over; awaited in async code, done when it returns elsewhere."""
+
+
+@runtime_checkable
+class Buffers(Protocol):
+    """A channel that may have received more than it has handed out."""
+
+    def buffered(self) -> Sequence[Delivery]:
+        """What it has of messages that nobody has taken, and whose leases run."""
 
 
 @runtime_checkable

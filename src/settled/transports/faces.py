@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from settled.clock import Bell, Clock
 from settled.message import Delivery
 from settled.settlement import Reject
-from settled.transports.base import AsyncChannel, Capabilities
+from settled.transports.base import AsyncChannel, Buffers, Capabilities
 
 R = TypeVar("R")
 
@@ -111,8 +111,14 @@ class BlockingChannel:
     def __init__(self, inner: AsyncChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._inner = inner
         self._loop = loop
-        self.capabilities = inner.capabilities
         self.wake = inner.wake
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def buffered(self) -> Sequence[Delivery]:
+        return self._inner.buffered() if isinstance(self._inner, Buffers) else ()
 
     def _wait(self, call: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()

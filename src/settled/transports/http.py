@@ -26,7 +26,6 @@ from settled.transports.queue import (
     lost,
 )
 
-_LEASE_SECONDS = 300
 _REFUSED_FOR_GOOD = (400, 413, 415, 422)
 
 
@@ -174,10 +173,10 @@ class HttpBackend:
         answer = _settled.decode(await self.wire.call("POST", "/api/v1/ack/batch", body))
         return [None if result.success else (result.error or result.message) for result in answer]
 
-    async def extend(self, delivery: QueueDelivery[Any]) -> None:
+    async def extend(self, delivery: QueueDelivery[Any], seconds: float) -> None:
         lease = quote(delivery.popped.lease_id or "", safe="")
         try:
-            await self.wire.call("POST", f"/api/v1/lease/{lease}/extend", {"seconds": _LEASE_SECONDS})
+            await self.wire.call("POST", f"/api/v1/lease/{lease}/extend", {"seconds": seconds})
         except Refused as refused:
             raise lost(delivery, refused.error) from refused
 

@@ -49,6 +49,10 @@ class Poll(Generic[T]):
                 break
         return [self._ready.popleft() for _ in range(min(limit, len(self._ready)))]
 
+    def buffered(self) -> list[T]:
+        """What came and nobody has taken yet."""
+        return list(self._ready)
+
     def _answered(self, asked: asyncio.Future[Sequence[T]]) -> None:
         if not asked.cancelled():
             asked.exception()

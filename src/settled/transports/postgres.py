@@ -21,8 +21,6 @@ from settled.transports.queue import (
     lost,
 )
 
-_LEASE_SECONDS = 300
-
 
 class EngineDelivery(QueueDelivery[PoppedMessage]):
     """A message as the engine handed it out."""
@@ -106,8 +104,8 @@ class EngineBackend:
         results = await self.engine.ack(items, group, atomic=False)
         return [None if result.success else (result.error or result.message) for result in results]
 
-    async def extend(self, delivery: QueueDelivery[Any]) -> None:
-        extension = await self.engine.extend(delivery.popped.lease_id or "", _LEASE_SECONDS)
+    async def extend(self, delivery: QueueDelivery[Any], seconds: float) -> None:
+        extension = await self.engine.extend(delivery.popped.lease_id or "", seconds)
         if not extension.success:
             raise lost(delivery, extension.error or "its lease is gone")
 

@@ -119,8 +119,8 @@ class Backend(Protocol):
     async def settle(self, group: str, verdicts: Sequence[Verdict]) -> list[str | None]:
         """Settle, and answer for each why it could not be, or None."""
 
-    async def extend(self, delivery: QueueDelivery[Any]) -> None:
-        """Start the lease anew; LeaseLost if it is gone."""
+    async def extend(self, delivery: QueueDelivery[Any], seconds: float) -> None:
+        """Let the lease last for so long from now; LeaseLost if it is gone."""
 
     async def push(self, messages: Sequence[Outgoing]) -> list[Published]:
         """Store messages, each in its lane."""
@@ -216,7 +216,8 @@ class QueueChannel:
 
     async def extend(self, delivery: Delivery) -> None:
         backend = await self._transport.connection()
-        await backend.extend(_mine(delivery))
+        rules = self._rules or Rules()
+        await backend.extend(_mine(delivery), rules.lease)
 
     def wake(self) -> None:
         self._wakes += 1

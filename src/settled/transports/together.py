@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
 
 from settled.message import Delivery
 
@@ -27,9 +27,24 @@ class Batch:
 class BatchedDelivery(Delivery):
     """A delivery that came with others."""
 
-    __slots__ = ("batch",)
+    __slots__ = ("batch", "extending")
 
     batch: Batch | None
+    extending: asyncio.Future[None] | None
+    """A call under way that starts its lease anew, which must not reach the broker after one that ends it."""
+
+    async def extend(self, call: Coroutine[Any, Any, None]) -> None:
+        """Start its lease anew with this call."""
+        self.extending = asyncio.ensure_future(call)
+        try:
+            await self.extending
+        finally:
+            self.extending = None
+
+    async def be_still(self) -> None:
+        """Wait until its lease is not being extended."""
+        if self.extending is not None:
+            await asyncio.wait([self.extending])
 
 
 D = TypeVar("D", bound=BatchedDelivery)

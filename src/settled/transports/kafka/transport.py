@@ -27,6 +27,9 @@ from settled.transports.looped import LoopTransport
 
 _FLUSH_WITHIN = 30.0
 
+_NO_TOPIC = (KafkaError.TOPIC_EXCEPTION, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
+"""No message can go there, and the client has waited for that to change."""
+
 
 class _Broker(msgspec.Struct):
     state: str
@@ -196,7 +199,12 @@ class KafkaTransport(LoopTransport[Writer]):
             )
         id_, key, headers = outgoing(message)
         writer = await self.connection()
-        stored = await writer.send(message.subject, message.data, key, headers)
+        try:
+            stored = await writer.send(message.subject, message.data, key, headers)
+        except KafkaException as error:
+            if error.args[0].code() not in _NO_TOPIC:
+                raise
+            raise ConfigurationError(f"publish to {message.subject!r}: {_words(error)}") from error
         self.heard()
         return Published(id=id_, sequence=stored.offset(), lane=str(stored.partition()))
 

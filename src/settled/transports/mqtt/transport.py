@@ -29,7 +29,7 @@ from settled.transports.base import (
 from settled.transports.letters import destination, letter
 from settled.transports.looped import LoopTransport
 from settled.transports.mqtt.session import MqttDelivery, MqttTopic, Session
-from settled.transports.mqtt.wire import Login, Wire
+from settled.transports.mqtt.wire import Login, Refused, Wire
 
 _OPTIONS = (
     "backoff",
@@ -139,6 +139,9 @@ class MqttTransport(LoopTransport[Hub]):
         self._hub = hub
         return hub
 
+    def refuses(self, error: Exception) -> bool:
+        return isinstance(error, (Refused, UnicodeError))
+
     def broker(self) -> BrokerStatus:
         where = f"MQTT broker at {self._login.host}:{self._login.port}"
         return BrokerStatus(connected=self._hub is not None and self._hub.is_open, detail=where)
@@ -147,6 +150,10 @@ class MqttTransport(LoopTransport[Hub]):
         if message.lane is not None:
             raise ConfigurationError(
                 f"publish to {message.subject!r}: MQTT has no lanes; use a topic for each"
+            )
+        if not message.subject or any(sign in message.subject for sign in "#+\0"):
+            raise ConfigurationError(
+                f"publish to {message.subject!r}: a topic to publish to has no wildcards, and is not empty"
             )
         if message.delay > 0:
             raise ConfigurationError(

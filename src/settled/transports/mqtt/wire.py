@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from settled.codec import content_type_of
+from settled.signals import ConfigurationError
 from settled.transports.base import Outgoing
 
 MESSAGE_ID = "message-id"
@@ -24,10 +26,29 @@ MESSAGE_ID = "message-id"
 
 _MISC_EVERY = 1.0
 _UNHEARD = 0x10
+# What surrounds topic, properties and body.
+_FRAME = 9
 
 
 class PublishFailed(Exception):
     """The broker did not take the message over, or nobody would ever have it."""
+
+
+class Refused(PublishFailed):
+    """It never will, whatever the moment: the message is too large, or not what it has to be."""
+
+
+class Misdirected(PublishFailed, ConfigurationError):
+    """No message can go there: the topic is no name of one, or not open to us."""
+
+
+_NEVER: dict[int, type[PublishFailed]] = {
+    0x87: Misdirected,  # not authorized
+    0x90: Misdirected,  # topic name invalid
+    0x95: Refused,  # packet too large
+    0x99: Refused,  # payload format invalid
+}
+"""What of the broker's answers does not change with time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +110,7 @@ class Wire:
         self._connack: asyncio.Future[bool] = self._loop.create_future()
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._waiting: dict[int, asyncio.Future[int]] = {}
+        self._largest: int | None = None
 
     @property
     def is_open(self) -> bool:
@@ -146,18 +168,31 @@ class Wire:
             properties.ContentType = content_type
         headers = [(k, v) for k, v in message.headers.items() if k.lower() != "content-type"]
         properties.UserProperty = [*headers, (MESSAGE_ID, identity)]
-        info = self._client.publish(message.subject, message.data, qos=1, properties=properties)
+        try:
+            self._fits(message, properties)
+            info = self._client.publish(message.subject, message.data, qos=1, properties=properties)
+        except (ValueError, struct.error) as error:
+            raise Refused(f"publish to {message.subject!r}: {error}") from error
         self._check(info.rc)
         answer = await self._answer(info.mid)
         if answer >= 0x80:
             name = ReasonCode(PacketTypes.PUBACK, identifier=answer).getName()
-            raise PublishFailed(f"publish to {message.subject!r}: the broker refuses it: {name}")
+            kind = _NEVER.get(answer, PublishFailed)
+            raise kind(f"publish to {message.subject!r}: the broker refuses it: {name}")
         if answer == _UNHEARD and not unheard:
             raise PublishFailed(
                 f"publish to {message.subject!r}: nobody subscribes to it, so it would be lost; subscribe "
                 "first, or publish with ?unheard=true in the URL"
             )
         return identity
+
+    def _fits(self, message: Outgoing, properties: Properties) -> None:
+        """What is larger than the broker takes would end the connection, for all who publish."""
+        size = len(message.data) + len(message.subject.encode()) + len(properties.pack()) + _FRAME  # type: ignore[no-untyped-call]
+        if self._largest is not None and size > self._largest:
+            raise Refused(
+                f"publish to {message.subject!r}: a message must be {self._largest} bytes at most, got {size}"
+            )
 
     async def _answer(self, mid: int) -> int:
         waiting: asyncio.Future[int] = self._loop.create_future()
@@ -175,10 +210,11 @@ class Wire:
             raise ConnectionError(f"mqtt: not connected: {self.why or code.name}")
 
     def _connected(
-        self, _client: Client, _data: Any, flags: ConnectFlags, code: ReasonCode, _: Properties | None
+        self, _client: Client, _data: Any, flags: ConnectFlags, code: ReasonCode, told: Properties | None
     ) -> None:
         if self._connack.done():
             return
+        self._largest = getattr(told, "MaximumPacketSize", None)
         if code.is_failure:
             self._connack.set_exception(ConnectionError(f"mqtt: the broker refuses: {code.getName()}"))
         else:

@@ -1,4 +1,4 @@
-"""A subscription's end of a consumer: receiving, settling, and telling the server that work goes on."""
+"""A subscription's end of a consumer: receiving and settling."""
 
 from __future__ import annotations
 
@@ -38,11 +38,16 @@ class Reader(Protocol):
 
 def capabilities(consumer: Consumer | None) -> Capabilities:
     """What can be said of a consumer before the first message."""
-    nack = NackMeans.NONE if consumer is not None and consumer.ack_policy == "none" else NackMeans.RELEASE
     if consumer is None:
-        return Capabilities(nack=nack, wakes=True)
-    lease = min(consumer.backoff, default=consumer.ack_wait)
-    return Capabilities(nack=nack, wakes=True, lease=lease, max_attempts=consumer.max_deliver)
+        return Capabilities(wakes=True)
+    acks = consumer.ack_policy != "none"
+    return Capabilities(
+        nack=NackMeans.RELEASE if acks else NackMeans.NONE,
+        extends=acks and consumer.settings.in_progress,
+        wakes=True,
+        lease=min(consumer.backoff, default=consumer.ack_wait),
+        max_attempts=consumer.max_deliver,
+    )
 
 
 class NatsChannel:
@@ -55,11 +60,9 @@ class NatsChannel:
         self._connection = reader.connection
         self._consumer = consumer
         self._feed: Feed | None = None
-        self._held: Sequence[NatsDelivery] = ()
         self._kept: list[NatsDelivery] = []
         self._giving_back: asyncio.TimerHandle | None = None
         self._blocked = False
-        self._keeper: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop() if consumer is not None else None
 
     @property
@@ -73,8 +76,6 @@ class NatsChannel:
         return self._consumer is None or self._consumer.settings.confirm
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
-        # Whoever asks for more is done with all that he had, or has left it to the server.
-        self._held = ()
         if self._consumer is None or self._feed is None:
             await self._start()
         consumer, feed = self._consumer, self._feed
@@ -83,9 +84,9 @@ class NatsChannel:
             if self._connection.sending.is_closed:
                 await self._connection.open()
             if self._kept:
-                self._held = held = await self._take_kept(feed, limit, timeout)
+                held = await self._take_kept(feed, limit, timeout)
             else:
-                self._held = held = await feed.take(limit, timeout)
+                held = await feed.take(limit, timeout)
             self._blocked = False
         except ConsumerGone:
             if not consumer.is_ephemeral:
@@ -105,8 +106,6 @@ class NatsChannel:
             self._consumer = await self._reader.consumer(self._source)
             self.capabilities = capabilities(self._consumer)
         self._feed = self._reader.feed(self._consumer)
-        if self._consumer.settings.in_progress and self._consumer.ack_policy != "none" and not self._keeper:
-            self._keeper = asyncio.create_task(self._keep(self._consumer), name="in-progress")
 
     async def ack(self, delivery: Delivery) -> None:
         mine, consumer = self._mine(delivery)
@@ -155,7 +154,9 @@ class NatsChannel:
     async def extend(self, delivery: Delivery) -> None:
         mine, _ = self._mine(delivery)
         await self._tell(mine, b"+WPI")
-        mine.extended = asyncio.get_running_loop().time()
+
+    def buffered(self) -> Sequence[Delivery]:
+        return [*self._kept, *(self._feed.waiting() if self._feed is not None else ())]
 
     def wake(self) -> None:
         feed, loop = self._feed, self._loop
@@ -163,9 +164,6 @@ class NatsChannel:
             loop.call_soon_threadsafe(feed.wake)
 
     async def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            self._keeper = None
         feed, self._feed = self._feed, None
         if feed is None:
             return
@@ -216,18 +214,6 @@ class NatsChannel:
         if not isinstance(delivery, NatsDelivery) or self._consumer is None:
             raise TypeError(f"message {delivery.id!r} was not received from this transport")
         return delivery, self._consumer
-
-    async def _keep(self, consumer: Consumer) -> None:
-        """Say in-progress for what is in hand or buffered and has been for a third of its time."""
-        shortest = min((consumer.ack_wait, *consumer.backoff) if not consumer.backoff else consumer.backoff)
-        while True:
-            await asyncio.sleep(shortest / 6)
-            now = asyncio.get_running_loop().time()
-            waiting = self._feed.waiting() if self._feed is not None else []
-            in_hand = (one for one in self._held if not one.settled and not one.handled)
-            for delivery in (*in_hand, *self._kept, *waiting):
-                if now - delivery.extended >= consumer.patience(delivery.attempt) / 3:
-                    await self._quietly(self.extend(delivery))
 
     async def _quietly(self, call: Awaitable[None]) -> None:
         try:

@@ -17,9 +17,9 @@ _SHORT = 9
 class NatsDelivery(Delivery):
     """Everything the server says of a delivery is in the subject its ack goes to."""
 
-    __slots__ = ("_at", "_tokens", "extended", "reply")
+    __slots__ = ("_at", "_tokens", "reply")
 
-    def __init__(self, message: Msg, now: float) -> None:
+    def __init__(self, message: Msg) -> None:
         reply = message.reply
         # $JS.ACK[.domain.account].stream.consumer.delivered.stream_seq.consumer_seq.time.pending[.random]
         tokens = reply.split(".")
@@ -35,7 +35,6 @@ class NatsDelivery(Delivery):
         self.settled = False
         self.handled = False
         self.reply = reply
-        self.extended = now
         self._tokens = tokens
         self._at = at
 

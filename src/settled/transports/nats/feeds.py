@@ -162,7 +162,7 @@ class PullFeed:
 
     async def _on_message(self, message: Msg) -> None:
         if message.reply.startswith(_ACK_PREFIX):
-            self._arrivals.messages.append(NatsDelivery(message, asyncio.get_running_loop().time()))
+            self._arrivals.messages.append(NatsDelivery(message))
             self._missing -= 1
             if self._missing <= 0:
                 self._missing = 0
@@ -261,7 +261,7 @@ class PushFeed:
     async def _on_message(self, message: Msg) -> None:
         self._heard = asyncio.get_running_loop().time()
         if message.reply.startswith(_ACK_PREFIX):
-            self._messages.append(NatsDelivery(message, self._heard))
+            self._messages.append(NatsDelivery(message))
             if self._waiters:
                 self._waiters[0].ring()
             return

@@ -63,6 +63,7 @@ class PubSubDelivery(BatchedDelivery):
             ordered=bool(message.ordering_key) and found.enable_message_ordering,
         )
         self.batch = None
+        self.extending = None
         self.ack_id: str = received.ack_id
         self.time = message.publish_time
         self.subscription = found.name
@@ -124,12 +125,14 @@ class PubSubChannel:
 
     async def nack(self, delivery: Delivery) -> None:
         mine = self._mine(delivery)
+        await mine.be_still()
         await self._deadline(mine, 0)
         await self._together.settled(mine)
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         mine = self._mine(delivery)
         wanted = math.ceil((self._settings.backoff or 0) if delay is None else delay)
+        await mine.be_still()
         if wanted > _LONGEST_DEADLINE:
             await self._deadline(mine, _LONGEST_DEADLINE)
             task = asyncio.create_task(self._hold(mine, time.monotonic() + wanted))
@@ -162,8 +165,12 @@ class PubSubChannel:
     async def extend(self, delivery: Delivery) -> None:
         mine = self._mine(delivery)
         found = await self._transport.subscription(self._source)
-        await self._deadline(mine, found.ack_deadline_seconds)
-        mine.expires = time.monotonic() + found.ack_deadline_seconds
+        began = time.monotonic()
+        await mine.extend(self._deadline(mine, found.ack_deadline_seconds))
+        mine.expires = began + found.ack_deadline_seconds
+
+    def buffered(self) -> Sequence[Delivery]:
+        return self._poll.buffered()
 
     def wake(self) -> None:
         self._poll.wake()

@@ -104,7 +104,7 @@ class PubSubTransport(LoopTransport[_Clients]):
         self._trouble = None
 
     def refuses(self, error: Exception) -> bool:
-        return isinstance(error, InvalidArgument)
+        return isinstance(error, (InvalidArgument, UnicodeError))
 
     def broker(self) -> BrokerStatus:
         return BrokerStatus(connected=self._trouble is None, detail=self._trouble or self._project)

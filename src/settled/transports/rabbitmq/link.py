@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import uuid
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import aio_pika
 from aio_pika.abc import AbstractConnection
 from aiormq.abc import AbstractChannel
-from aiormq.exceptions import AMQPError, ChannelNotFoundEntity, DeliveryError, PublishError
+from aiormq.exceptions import (
+    AMQPError,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+    DeliveryError,
+    PublishError,
+)
 from pamqp.commands import Basic
 
 from settled.codec import content_type_of
+from settled.signals import ConfigurationError
 from settled.transports.base import Outgoing
 
 FAILURES = "settled-failures"
@@ -25,10 +34,21 @@ BROKERS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-
 
 _OUTLIVES_BY = 60_000
 _LONGEST = 2**32 - 1 - _OUTLIVES_BY
+_LONGEST_TEXT = 255
+# They have to fit into one frame, which is of 128 KiB.
+_MOST_HEADERS = 120_000
 
 
 class PublishFailed(Exception):
     """The broker did not take the message over."""
+
+
+class Refused(PublishFailed):
+    """It never will, whatever the moment: the message is too large, or its key is nobody's."""
+
+
+class Misdirected(PublishFailed, ConfigurationError):
+    """No message can go there: there is no such queue or exchange."""
 
 
 class Link:
@@ -94,6 +114,7 @@ class Link:
         """
         identity = message.id or uuid.uuid4().hex
         headers: dict[str, Any] = {k: v for k, v in message.headers.items() if k.lower() != "content-type"}
+        _check(message, identity, headers)
         properties = Basic.Properties(
             message_id=identity,
             content_type=content_type_of(message.headers),
@@ -141,10 +162,18 @@ class Link:
                 timeout=self._timeout,
             )
         except PublishError as error:
-            where = f"exchange {exchange!r} has no queue for key" if exchange else "there is no queue"
-            raise PublishFailed(f"publish to {subject!r}: {where} {key!r}") from error
+            if exchange:
+                raise Refused(
+                    f"publish to {subject!r}: exchange {exchange!r} has no queue for key {key!r}"
+                ) from error
+            raise Misdirected(f"publish to {subject!r}: there is no queue {key!r}") from error
         except ChannelNotFoundEntity as error:
-            raise PublishFailed(f"publish to {subject!r}: {error}") from error
+            raise Misdirected(f"publish to {subject!r}: {error}") from error
+        except ChannelPreconditionFailed as error:
+            # It closes the channel, also for those that are published through it at the same time.
+            limit = re.search(r"larger than configured max size (\d+)", str(error))
+            kind_of = Refused if limit and len(body) > int(limit[1]) else PublishFailed
+            raise kind_of(f"publish to {subject!r}: {error}") from error
         except DeliveryError as error:
             why = "the broker refused it; is its queue full?"
             raise PublishFailed(f"publish to {subject!r}: {why}") from error
@@ -187,6 +216,20 @@ class Link:
         await channel.close()
         self._parking[name] = now + _OUTLIVES_BY / 2000
         return name
+
+
+def _check(message: Outgoing, identity: str, headers: Mapping[str, str]) -> None:
+    """What AMQP has no room for would end the connection."""
+    for name, text in (("id", identity), ("content-type", content_type_of(message.headers) or "")):
+        if len(text.encode()) > _LONGEST_TEXT:
+            raise Refused(
+                f"publish to {message.subject!r}: {name} must be {_LONGEST_TEXT} bytes at most, got {text!r}"
+            )
+    size = sum(len(name.encode()) + len(value.encode()) + 6 for name, value in headers.items())
+    if size > _MOST_HEADERS:
+        raise Refused(
+            f"publish to {message.subject!r}: headers must be {_MOST_HEADERS} bytes at most, got {size}"
+        )
 
 
 def _rounded(seconds: float) -> int:

@@ -8,7 +8,7 @@ from settled.signals import ConfigurationError
 from settled.transports.base import BrokerStatus, Outgoing, Published, Source
 from settled.transports.looped import LoopTransport
 from settled.transports.rabbitmq.channel import RabbitChannel, capabilities, dead_letters_of
-from settled.transports.rabbitmq.link import Link, PublishFailed
+from settled.transports.rabbitmq.link import Link, Misdirected, PublishFailed, Refused
 from settled.transports.rabbitmq.queues import Facts, RabbitQueue, prepare
 
 _OURS = ("create", "exchange", "backoff")
@@ -53,6 +53,9 @@ class RabbitTransport(LoopTransport[Link]):
         self._link = link
         return link
 
+    def refuses(self, error: Exception) -> bool:
+        return isinstance(error, (Refused, UnicodeError))
+
     def broker(self) -> BrokerStatus:
         link = self._link
         version = ".".join(map(str, link.version)) if link is not None else ""
@@ -68,7 +71,7 @@ class RabbitTransport(LoopTransport[Link]):
         link = await self.connection()
         if message.delay > 0 and not self._exchange and not await link.has_queue(message.subject):
             # When its time comes, nobody would be left to tell.
-            raise PublishFailed(f"publish to {message.subject!r}: there is no queue {message.subject!r}")
+            raise Misdirected(f"publish to {message.subject!r}: there is no queue {message.subject!r}")
         identity = await link.publish(
             message, exchange=self._exchange, delay=message.delay, kind="quorum" if message.delay else ""
         )

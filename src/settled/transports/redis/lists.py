@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -94,6 +95,7 @@ class ListChannel:
         self._transport = transport
         self._source = source
         self._settings = settings
+        self.capabilities = replace(self.capabilities, lease=settings.lease)
         self._name = uuid.uuid4().hex
         self._queue = source.channel
         self._own = f"{self._queue}:processing:{self._name}"

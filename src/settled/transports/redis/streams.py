@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,7 @@ class StreamChannel:
         self._group = source.group or DEFAULT_GROUP
         self._name = f"{_OURS}{uuid.uuid4().hex}"
         self._lease = int(settings.lease * 1000)
+        self.capabilities = replace(self.capabilities, lease=settings.lease)
         self._look_at = 0.0
         self._wakes = 0
         self._joined = False

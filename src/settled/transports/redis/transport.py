@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import ConnectionPool, Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as Disconnected
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as TimedOut
 
 from settled.signals import ConfigurationError
@@ -26,6 +26,23 @@ from settled.transports.redis.streams import StreamChannel, prepare, scheduled, 
 # Each has a connection of its own while it waits for the answer.
 _PUBLISH_AT_ONCE = 32
 _SCRIPTS = resources.files("settled.transports.redis").joinpath("scripts")
+
+
+class Refused(Exception):
+    """The server will never take this message."""
+
+
+def _told(message: Outgoing, error: ResponseError) -> Exception:
+    """What a refusal of the server means."""
+    text = str(error)
+    if text.startswith("WRONGTYPE"):
+        return ConfigurationError(
+            f"publish to {message.subject!r}: the key is of another kind; a list is written with "
+            "?lists=true in the URL, or by the app that reads it"
+        )
+    if "invalid bulk length" in text or "exceeds maximum allowed" in text:
+        return Refused(f"publish to {message.subject!r}: {len(message.data)} bytes are too many: {text}")
+    return error
 
 
 class Pool:
@@ -98,6 +115,9 @@ class RedisTransport(LoopTransport[Pool]):
         self._connected = error is None
         self._trouble = "" if error is None else f": {error}"
 
+    def refuses(self, error: Exception) -> bool:
+        return isinstance(error, (Refused, UnicodeError))
+
     def broker(self) -> BrokerStatus:
         if self._connected:
             return BrokerStatus(connected=True, detail=self._where)
@@ -137,7 +157,10 @@ class RedisTransport(LoopTransport[Pool]):
         pool = await self.connection()
         id_ = message.id or uuid.uuid4().hex
         async with pool.turns:
-            await self._write(pool.redis, message, id_)
+            try:
+                await self._write(pool.redis, message, id_)
+            except ResponseError as error:
+                raise _told(message, error) from error
         self.lost(None)
         return Published(id=id_)
 

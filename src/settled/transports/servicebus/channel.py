@@ -44,6 +44,8 @@ _SLICE = 0.5
 _LOOK_AGAIN = 0.05
 _ACCEPT_FOR = 5.0
 _LONGEST_TEXT = 4096
+# What a lock may be; a clock that goes wrong here must not make it longer.
+_SHORTEST_LOCK, _LONGEST_LOCK = 1.0, 300.0
 _GONE = (MessageLockLostError, SessionLockLostError, MessageAlreadySettled, MessageNotFoundError)
 
 
@@ -128,6 +130,10 @@ class ServiceBusChannel:
         elif self._settings.sessions:
             await self._leave_session()
         found = [ServiceBusDelivery(message, receiver, self._source.channel) for message in raw]
+        if found and self.capabilities.lease is None:
+            # What is left of it when it arrives; the broker does not say how long it is.
+            lock = min(max(_remaining(found[0]), _SHORTEST_LOCK), _LONGEST_LOCK)
+            self.capabilities = replace(self.capabilities, lease=lock)
         self._open.update(found)
         return found
 

@@ -46,7 +46,8 @@ class ServiceBusDelivery(Delivery):
             timestamp=self.message.enqueued_time_utc,
             redelivery_count=self.attempt - 1,
             lane=self.lane,
-            lease=str(self.message.lock_token),
+            # A session has one lock, for all of its messages that are out.
+            lease=self.lane if self.ordered else str(self.message.lock_token),
         )
 
 

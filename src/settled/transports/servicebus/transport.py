@@ -27,6 +27,10 @@ from settled.transports.urls import flag, parse, seconds
 ENVIRONMENT = "AZURE_SERVICEBUS_CONNECTION_STRING"
 
 
+class Refused(Exception):
+    """Service Bus will never take this message."""
+
+
 class _Bus:
     """A client, and its senders, each of which takes one message at a time."""
 
@@ -36,19 +40,23 @@ class _Bus:
         self._senders: dict[str, tuple[Any, asyncio.Lock]] = {}
 
     async def send(self, to: str, message: ServiceBusMessage) -> None:
-        if to not in self._senders:
-            # A topic is sent to the same way as a queue.
-            self._senders[to] = (self.client.get_queue_sender(to), asyncio.Lock())
-        sender, turn = self._senders[to]
-        async with turn:
-            try:
-                await sender.send_messages(message)
-            except Exception:
-                if self._senders.get(to, (None,))[0] is sender:
+        while True:
+            if to not in self._senders:
+                # A topic is sent to the same way as a queue.
+                self._senders[to] = (self.client.get_queue_sender(to), asyncio.Lock())
+            ours = sender, turn = self._senders[to]
+            async with turn:
+                if self._senders.get(to) is not ours:
+                    # Whoever had the turn before us has closed it.
+                    continue
+                try:
+                    await sender.send_messages(message)
+                except Exception:
                     del self._senders[to]
-                with contextlib.suppress(Exception):
-                    await sender.close()
-                raise
+                    with contextlib.suppress(Exception):
+                        await sender.close()
+                    raise
+                return
 
     async def close(self) -> None:
         for sender, _ in self._senders.values():
@@ -132,7 +140,7 @@ class ServiceBusTransport(LoopTransport[_Bus]):
         self._trouble = None if error is None else f"{self._host}: {error}"
 
     def refuses(self, error: Exception) -> bool:
-        return isinstance(error, MessageSizeExceededError)
+        return isinstance(error, (MessageSizeExceededError, Refused))
 
     def broker(self) -> BrokerStatus:
         return BrokerStatus(connected=self._trouble is None, detail=self._trouble or self._host)
@@ -193,7 +201,12 @@ class ServiceBusTransport(LoopTransport[_Bus]):
     async def push(self, message: Outgoing) -> Published:
         """Send; the lane is the session, and a delay is the broker's own."""
         identity = message.id or uuid.uuid4().hex
-        await self.send(message.subject.partition("/")[0], outgoing(message, identity))
+        try:
+            sent = outgoing(message, identity)
+        except (ValueError, TypeError) as error:
+            # An id or a session longer than 128 characters, say.
+            raise Refused(f"publish to {message.subject!r}: {error}") from error
+        await self.send(message.subject.partition("/")[0], sent)
         return Published(id=identity, lane=message.lane)
 
 

@@ -67,6 +67,7 @@ class SqsDelivery(BatchedDelivery):
         self.received = time.monotonic()
         self.expires = self.received + visibility
         self.batch = None
+        self.extending = None
 
     def longest(self) -> int:
         """How long it can be hidden from now on: SQS counts from when it was received."""
@@ -128,6 +129,7 @@ class SqsChannel:
 
     async def nack(self, delivery: Delivery) -> None:
         mine = self._mine(delivery)
+        await mine.be_still()
         await self._show_after(mine, 0)
         await self._together.settled(mine)
 
@@ -142,6 +144,7 @@ class SqsChannel:
                 mine.id,
                 wanted,
             )
+        await mine.be_still()
         await self._show_after(mine, min(wanted, longest))
         await self._together.settled(mine)
 
@@ -158,8 +161,14 @@ class SqsChannel:
         mine = self._mine(delivery)
         queue = await self._transport.queue(self._source.channel, self._settings)
         visibility = min(self._settings.visibility or queue.visibility, mine.longest())
-        await self._show_after(mine, visibility)
-        mine.expires = time.monotonic() + visibility
+        if visibility <= 0:
+            raise _lost(mine, "SQS hides a message for 12 h at most, and these are over")
+        began = time.monotonic()
+        await mine.extend(self._show_after(mine, visibility))
+        mine.expires = began + visibility
+
+    def buffered(self) -> Sequence[Delivery]:
+        return self._poll.buffered()
 
     def wake(self) -> None:
         self._poll.wake()

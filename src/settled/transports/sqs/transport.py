@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from settled.signals import ConfigurationError
 from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Published, Source
@@ -25,6 +25,7 @@ from settled.transports.sqs.wire import body_of, in_attributes
 from settled.transports.urls import flag, parse, seconds
 
 _LONGEST_DELAY = 900
+_REFUSED = {"InvalidMessageContents", "InvalidParameterValue", "InvalidParameterValueException"}
 _MISSING = {"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist"}
 
 
@@ -116,8 +117,9 @@ class SqsTransport(LoopTransport[_Client]):
         return answer
 
     def refuses(self, error: Exception) -> bool:
-        codes = ("InvalidParameterValue", "InvalidMessageContents")
-        return isinstance(error, ClientError) and error.response["Error"]["Code"] in codes
+        if isinstance(error, ClientError):
+            return error.response["Error"]["Code"].rpartition("#")[2] in _REFUSED
+        return isinstance(error, (ParamValidationError, UnicodeError))
 
     def broker(self) -> BrokerStatus:
         return BrokerStatus(connected=self._trouble is None, detail=self._trouble or self._where)
