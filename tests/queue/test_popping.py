@@ -100,7 +100,7 @@ async def test_a_waiting_pop_takes_over_when_a_lease_expires(engine: Engine) -> 
     await pop(engine, "q", lease_seconds=1)
     started = time.monotonic()
     assert ids(await pop(engine, "q", wait=5)) == ["a"]
-    assert time.monotonic() - started == pytest.approx(1, abs=0.1)
+    assert 0.9 < time.monotonic() - started < 10
 
 
 @with_engine
