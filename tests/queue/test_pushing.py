@@ -264,3 +264,15 @@ async def test_max_size_counts_what_was_there_before_it_was_set(one: Engine, two
     await one.configure("q", {"maxSize": 14})
     with pytest.raises(QueueFull, match="14 pending"):
         await push(one, "q", "e")
+
+
+@with_engine
+async def test_a_limit_that_is_lifted_while_a_push_waits_does_not_refuse_it(engine: Engine) -> None:
+    await engine.configure("q", {"maxSize": 1})
+    room, queue = engine._core.room, engine._core.registry.queues["q"]
+    counts = room.limited([PushItem("q", b"1")] * 5)
+    assert counts == {queue: 5}
+    await engine.configure("q", {})
+    async with room.hold(counts):
+        await push(engine, "q", *"abcde")
+    assert len(await drain(engine, "q")) == 5

@@ -185,3 +185,22 @@ async def test_many_partitions_are_tidied_a_part_at_a_time(engine: Engine) -> No
         assert await drain(engine, "q") == []
     finally:
         janitor.LANES_A_ROUND, janitor.STEP_LANES = limits
+
+
+@with_engine
+async def test_an_old_journal_is_removed_in_steps_until_none_is_left(engine: Engine) -> None:
+    pool = engine._core.pool
+    step, janitor.JOURNAL_STEP = janitor.JOURNAL_STEP, 10
+    try:
+        await pool.fetch(
+            "insert into journal (at, kind, worker, lanes, groups, firsts, lasts, counts)"
+            " select now() - interval '8 days', 'settled', 'w', '{1}', '{1}', '{0}', '{0}', '{1}'"
+            " from generate_series(1, 35)"
+        )
+        await push(engine, "q", "a")
+        assert await drain(engine, "q") == ["a"]
+        while await pool.fetchval("select count(*) from journal") > 1:
+            await engine.tidy()  # or the background janitor did it
+        assert await pool.fetchval("select kind from journal") == "auto_ack"
+    finally:
+        janitor.JOURNAL_STEP = step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from settled.queue.activity import wait_for
@@ -28,6 +29,8 @@ OVERDUE = 100
 OVERDUE_BATCH = 500
 JOURNAL_DAYS = 7
 JOURNAL_STEP = 2000
+JOURNAL_BUDGET = 1.0
+"""Seconds a round may take for it."""
 LEASE_MEMORY = 3600.0
 REMEMBERED_IDS = 12_000_000
 LONG_UNUSED = 60
@@ -72,9 +75,9 @@ class Janitor:
                     "retained": await self._trim(),
                     "compacted": await self._compactor.round() if compact else 0,
                     "expired": await self._expire(),
-                    "journal": len(await self._old_journal()),
-                    "activity": len(await core.pool.fetch(sql("tidy_activity") + " returning 1")),
-                    "leases": len(await core.pool.fetch(sql("tidy_wide_leases") + " returning 1")),
+                    "journal": await self._old_journal(),
+                    "activity": await core.pool.fetchval(sql("tidy_activity")),
+                    "leases": await core.pool.fetchval(sql("tidy_wide_leases")),
                     "consumers": await self._sweep(),
                 }
             finally:
@@ -130,10 +133,18 @@ class Janitor:
             moved += await bury(core, items, group)
         return moved
 
-    async def _old_journal(self) -> list[object]:
-        return await self._core.pool.fetch(
-            sql("tidy_journal") + " returning 1", float(JOURNAL_DAYS * 86_400), JOURNAL_STEP
-        )
+    async def _old_journal(self) -> int:
+        """As fast as it grows, but a little at a time."""
+        removed, end = 0, time.monotonic() + JOURNAL_BUDGET
+        while not self._core.stopping.is_set():
+            count = await self._core.pool.fetchval(
+                sql("tidy_journal"), float(JOURNAL_DAYS * 86_400), JOURNAL_STEP
+            )
+            removed += count
+            if count < JOURNAL_STEP or time.monotonic() > end:
+                break
+            await asyncio.sleep(0.001)
+        return removed
 
     async def _forget(self) -> None:
         """Keep this worker's memory bounded."""

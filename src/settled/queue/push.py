@@ -174,6 +174,8 @@ class Pusher:
             total += size
         if unread:
             self._recall.start(unread)
+        if not self._dirty:
+            self._dirty = {}  # or the next look would walk over all that was ever taken out
         return batches
 
     async def _flush(self, link: Link, batches: list[Batch]) -> None:

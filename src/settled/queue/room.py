@@ -101,15 +101,18 @@ class Room:
         for entry in entries:
             if entry.admitted.done():
                 continue
+            limits = {queue: queue.options.max_size for queue in entry.counts}
             for queue, count in entry.counts.items():
-                known, limit = sizes.get(queue.id), queue.options.max_size
+                known, limit = sizes.get(queue.id), limits[queue]
+                if not limit:  # it was lifted meanwhile
+                    continue
                 stale = known is None or limit <= TIGHT or known["age"] > TRUSTED
                 fits = known is not None and known["size"] + taken.get(queue.id, 0) + count <= limit
                 if queue.id not in counted and (stale or not fits):
                     counted.add(queue.id)
                     size = (await self._link.fetch(sql("backlog"), queue.id))[0][0]
                     sizes[queue.id] = {"size": size, "age": 0.0}
-            full = _full(entry, sizes, taken)
+            full = _full(entry, limits, sizes, taken)
             if full is not None:
                 entry.refuse(full)
                 continue
@@ -127,9 +130,11 @@ class Room:
         await asyncio.gather(*(entry.left.wait() for entry in inside))
 
 
-def _full(entry: _Entry, sizes: dict[int, Any], taken: dict[int, int]) -> QueueFull | None:
-    for queue, count in entry.counts.items():
-        size = sizes[queue.id]["size"] + taken.get(queue.id, 0)
-        if size + count > queue.options.max_size:
-            return QueueFull(queue.name, size, queue.options.max_size)
+def _full(
+    entry: _Entry, limits: dict[Queue, int], sizes: dict[int, Any], taken: dict[int, int]
+) -> QueueFull | None:
+    for queue, limit in limits.items():
+        size = sizes[queue.id]["size"] + taken.get(queue.id, 0) if limit else 0
+        if limit and size + entry.counts[queue] > limit:
+            return QueueFull(queue.name, size, limit)
     return None

@@ -59,22 +59,12 @@ class AckBatchBody(Body):
     atomic: bool = True
 
 
-class PushOperation(Body, tag_field="type", tag="push"):
+class PushOperation(PushBody, tag_field="type", tag="push"):
     """Pushes inside a transaction."""
 
-    items: list[PushItem]
 
-
-class AckOperation(Body, tag_field="type", tag="ack"):
+class AckOperation(AckBody, tag_field="type", tag="ack"):
     """An ack or nack inside a transaction."""
-
-    transaction_id: str
-    partition_id: str
-    lease_id: str | None = None
-    status: Status | None = None
-    consumer_group: str | None = None
-    error: str | None = None
-    delay_seconds: float | None = None
 
 
 class TransactionBody(Body):

@@ -140,7 +140,7 @@ def plain_ack(body: bodies.AckBody) -> bool:
     return body.status in DONE and body.error is None and body.delay_seconds is None
 
 
-def ack_item(body: bodies.AckBody | bodies.AckOperation, at: str, group: str | None) -> AckItem:
+def ack_item(body: bodies.AckBody, at: str, group: str | None) -> AckItem:
     """One ack; `group` is the batch's, used where the item names none."""
     transaction_id = body.transaction_id
     if not 0 < len(transaction_id) <= 255 or "\x00" in transaction_id:

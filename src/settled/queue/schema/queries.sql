@@ -195,14 +195,19 @@ select s.first_seq, s.n, s.created_at, s.hashes, s.body from segment s
  where s.lane_id = $1 and s.first_seq >= $2 and s.first_seq < $3 order by s.first_seq
 
 -- name: tidy_activity
-delete from activity where at < clock_timestamp() - interval '1 minute'
+with removed as (delete from activity where at < clock_timestamp() - interval '1 minute' returning 1)
+select count(*) from removed
 
 -- name: tidy_journal
-delete from journal where ctid = any (array(
-    select ctid from journal where at < clock_timestamp() - make_interval(secs => $1) limit $2))
+with removed as (
+    delete from journal where ctid = any (array(
+        select ctid from journal where at < clock_timestamp() - make_interval(secs => $1) limit $2)) returning 1
+)
+select count(*) from removed
 
 -- name: tidy_wide_leases
-delete from wide_lease where at < clock_timestamp() - interval '2 days'
+with removed as (delete from wide_lease where at < clock_timestamp() - interval '2 days' returning 1)
+select count(*) from removed
 
 -- name: tidy_consumers
 with looked as (
