@@ -167,10 +167,16 @@ class KafkaChannel:
                     continue
                 delivery = self._delivery(record)
                 lane = delivery.home
-                if len(taken) == room or lane in busy or lane.waits(delivery, now):
+                if (
+                    len(taken) == room
+                    or lane in busy
+                    or ((lane.waiting or lane.failures) and lane.waits(delivery, now))
+                ):
                     lane.waiting[delivery.offset] = delivery
                 else:
-                    taken.append(lane.hand_out(delivery, deadline))
+                    delivery.deadline = deadline
+                    lane.out[delivery.offset] = delivery
+                    taken.append(delivery)
         if taken:
             self._transport.heard()
         return taken

@@ -20,6 +20,7 @@ from confluent_kafka import (
     KafkaException,
     Message,
     ShareConsumer,
+    TopicPartition,
 )
 
 from settled.message import Delivery, Metadata
@@ -45,25 +46,23 @@ _GONE = {121, 122, 123}
 class ShareDelivery(Delivery):
     """A record under the broker's lock."""
 
-    __slots__ = ("deadline", "group", "record")
+    __slots__ = ("deadline", "group", "place", "record")
 
     def __init__(self, record: Message, group: str, deadline: float) -> None:
-        headers = headers_of(record)
-        super().__init__(
-            id=identity(record, headers),
-            subject=str(record.topic()),
-            data=record.value() or b"",
-            headers=headers,
-            attempt=max(1, record.delivery_count() or 1),
-            lane=str(record.partition()),
-        )
+        # Not through the base, which takes longer: this runs for every record.
+        self.headers = headers_of(record)
+        self.id = identity(record, self.headers)
+        self.subject = str(record.topic())
+        self.data = record.value() or b""
+        self.attempt = max(1, record.delivery_count() or 1)
+        self.place = record.partition(), record.offset()
+        self.lane = str(self.place[0])
+        self.ordered = False
+        self.settled = False
+        self.handled = False
         self.record = record
         self.group = group
         self.deadline = deadline
-
-    @property
-    def place(self) -> tuple[int | None, int | None]:
-        return self.record.partition(), self.record.offset()
 
     def metadata(self) -> Metadata:
         stored = stored_at(self.record)
@@ -102,6 +101,7 @@ class ShareChannel:
         self._accepted: deque[ShareDelivery] = deque()
         self._held: dict[asyncio.Task[None], ShareDelivery] = {}
         self._flushing: asyncio.Task[None] | None = None
+        self._taken = 0
         self._wakes = 0
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
@@ -119,6 +119,7 @@ class ShareChannel:
             if self._fresh:
                 taken = [self._fresh.popleft() for _ in range(min(limit, len(self._fresh)))]
                 self._out.update({delivery.place: delivery for delivery in taken})
+                self._taken = len(taken)
                 return taken
             if self._wakes != wakes or loop.time() >= until:
                 return ()
@@ -132,7 +133,9 @@ class ShareChannel:
     def _poll(self, wait: float) -> None:
         if self._consumer is None:
             self._consumer = self._transport.share_consumer(self._group)
+            self._consumer.set_acknowledgement_commit_callback(self._told)
             self._consumer.subscribe([self._source.channel])
+        self._tell()
         deadline = time.monotonic() + self._settings.lease
         trouble: KafkaError | None = None
         for record in self._consumer.poll(wait):
@@ -147,8 +150,10 @@ class ShareChannel:
             raise KafkaException(trouble)
 
     async def ack(self, delivery: Delivery) -> None:
-        self._accepted.append(self._claimed(delivery))
-        if self._out or self._fresh:
+        mine = self._claimed(delivery)
+        self._accepted.append(mine)
+        if self._out or self._fresh or (mine.handled and self._taken > 1):
+            # The next poll, which the pump comes to at once, takes them along.
             self._flush_later()
         else:
             await self._run(self._commit)
@@ -239,12 +244,7 @@ class ShareChannel:
         """Tell the broker; LeaseLost if it has taken a record away meanwhile."""
         if self._consumer is None:
             return
-        late: LeaseLost | None = None
-        while self._accepted:
-            try:
-                self._acknowledge(self._accepted.popleft(), AcknowledgeType.ACCEPT)
-            except LeaseLost as lost:
-                late = lost
+        late = self._tell()
         for place, error in self._consumer.commit_sync(_COMMIT_WITHIN).items():
             if error is not None:
                 why = f"topic {place.topic!r}, partition {place.partition}: {error.args[0].str()}"
@@ -253,6 +253,28 @@ class ShareChannel:
                 raise error
         if late is not None:
             raise late
+
+    def _tell(self) -> LeaseLost | None:
+        """Let the client know what is acked; it is sent with the next poll or commit."""
+        late: LeaseLost | None = None
+        while self._accepted:
+            try:
+                self._acknowledge(self._accepted.popleft(), AcknowledgeType.ACCEPT)
+            except LeaseLost as lost:
+                late = lost
+                logger.error("settle failed, left to the broker: %s", lost)  # noqa: TRY400
+        return late
+
+    def _told(self, offsets: dict[TopicPartition, set[int]], error: KafkaException | None) -> None:
+        if error is not None:
+            for place, those in offsets.items():
+                logger.error(
+                    "settle failed, left to the broker: topic %r, partition %d, offsets %s: %s",
+                    place.topic,
+                    place.partition,
+                    sorted(those),
+                    error.args[0].str(),
+                )
 
     def _release(self, deliveries: Sequence[ShareDelivery]) -> None:
         try:
