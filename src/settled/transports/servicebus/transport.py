@@ -46,7 +46,7 @@ class _Bus:
                 self._senders[to] = (self.client.get_queue_sender(to), asyncio.Lock())
             sender, turn = self._senders[to]
             async with turn:
-                if self._senders.get(to, (None,))[0] is not sender:
+                if to not in self._senders or self._senders[to][0] is not sender:
                     # Whoever had the turn before us has closed it.
                     continue
                 try:
