@@ -14,7 +14,7 @@ from settled.pump.leases import Keeper
 from settled.pump.log import logger
 from settled.pump.loop import Strikes
 from settled.subscriber import Subscription
-from settled.transports.base import Capabilities, NackMeans, Prepares, Transport
+from settled.transports.base import Attempts, Capabilities, NackMeans, Prepares, Transport
 
 
 class Crew:
@@ -131,6 +131,13 @@ class Crew:
             logger.warning(
                 "%s: asks not to acknowledge, but this transport cannot give a message back: it will be lost",
                 self.name,
+            )
+        if capabilities.attempts is Attempts.NONE and policy.requeue_count > 0:
+            logger.warning(
+                "%s: allows %d attempts, but this broker does not count them: they begin anew with every "
+                "delivery of its own",
+                self.name,
+                policy.requeue_count,
             )
         if capabilities.max_attempts is not None and releases:
             logger.warning(

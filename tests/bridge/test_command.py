@@ -19,9 +19,12 @@ import pytest
 from nats.js.api import ConsumerConfig
 from typer.testing import CliRunner, Result
 
+import nats
 from settled.cli import app
 from settled.queue.engine import Engine
 from settled.queue.types import AckItem, PopRequest
+from settled.transports.base import Outgoing
+from settled.transports.nats import NatsTransport
 from tests.nats.conftest import Desk, desk_on, until
 from tests.nats.servers import Server
 
@@ -158,6 +161,37 @@ def test_it_ends_by_itself_and_a_second_run_finds_only_duplicates(
     second = command(*arguments, "--group", "two", "--idle-exit", "1")
     assert (second.exit_code, second.output) == (0, "read=20 written=0 duplicates=20 rejected=0\n")
     assert asyncio.run(stored(dsn, queue)).total() == 20
+
+
+def test_with_create_a_bridge_makes_the_streams_it_reads_and_writes_and_the_consumer(
+    nats_server: Server, command: Callable[..., Result]
+) -> None:
+    one, other = (f"made.{uuid.uuid4().hex[:8]}.new" for _ in range(2))
+    url = nats_server.url
+    arguments = (url, url, "--from", one, "--to", other, "--group", "bridge")
+    refused = command(*arguments, "--idle-exit", "0.1")
+    assert (refused.exit_code, "no stream takes this subject" in refused.output) == (2, True)
+    empty = command(*arguments, "--create", "--idle-exit", "0.1")
+    assert (empty.exit_code, empty.output) == (0, "read=0 written=0 duplicates=0 rejected=0\n")
+
+    async def publish() -> None:
+        transport = NatsTransport(url)
+        await transport.open()
+        await transport.publish(Outgoing(subject=one, data=b"1", id="m-1"))
+        await transport.close()
+
+    asyncio.run(publish())
+    carried = command(*arguments, "--create", "--limit", "1")
+    assert (carried.exit_code, carried.output) == (0, "read=1 written=1 duplicates=0 rejected=0\n")
+
+    async def look() -> None:
+        client = await nats.connect(url)
+        for subject in (one, other):
+            info = await client.jetstream().stream_info(subject.replace(".", "-"))
+            assert (info.config.subjects, info.state.messages) == ([subject], 1)
+        await client.close()
+
+    asyncio.run(look())
 
 
 def test_a_signal_ends_it_in_order_and_metrics_are_served_until_then(

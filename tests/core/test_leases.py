@@ -185,3 +185,21 @@ def test_a_lease_on_many_messages_is_extended_once_for_all(transport: MemoryTran
     assert channel.calls == 2
     # Two rounds, not two of one: a third of the lease lies between them.
     assert time.monotonic() - began >= 0.9 * LEASE / 3
+
+
+def test_two_messages_with_the_same_id_are_both_kept(transport: MemoryTransport) -> None:
+    inner = transport.immediate(Source(channel="orders"))
+    channel = Clumsy(inner)
+    extended: list[Delivery] = []
+
+    class Plain(Delivery):
+        """One whose lease has no name."""
+
+    async def extend(delivery: Delivery) -> None:
+        extended.append(delivery)
+        channel.calls += 1
+
+    channel.extend = extend  # type: ignore[method-assign]
+    held = [Plain(id="same", subject="orders", data=b"%d" % n, headers={}) for n in range(2)]
+    asyncio.run(keep(channel, held, calls=2))
+    assert {delivery.data for delivery in extended} == {b"0", b"1"}

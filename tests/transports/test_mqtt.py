@@ -6,6 +6,7 @@ import asyncio
 import gc
 import re
 import ssl
+import threading
 import time
 import uuid
 import warnings
@@ -528,3 +529,28 @@ def test_a_bridge_to_a_topic_that_cannot_be_ends(broker: MqttBroker) -> None:
     for topic, why in (("orders/#", "no wildcards"), ("forbidden/1", "Not authorized")):
         with pytest.raises(ConfigurationError, match=why):
             carry(broker.server.url, topic, b"1")
+
+
+def test_an_app_that_counts_attempts_is_told_that_the_broker_does_not(
+    broker: MqttBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = App(f"{broker.server.url}?client_id=told-{broker.queue[-8:]}")
+
+    @app.subscriber(broker.queue, requeue_count=3)
+    def handle(number: int) -> None:
+        app.stop()
+
+    broker.publish(Outgoing(subject=broker.queue, data=b"1", headers={"content-type": "application/json"}))
+    # Its session begins with the app, so somebody has to publish until it is there.
+    publishing = threading.Event()
+
+    def publish() -> None:
+        while not publishing.wait(0.2):
+            broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    app.run()
+    publishing.set()
+    thread.join()
+    assert "allows 3 attempts, but this broker does not count them" in caplog.text

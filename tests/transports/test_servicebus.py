@@ -282,7 +282,7 @@ def test_a_message_of_another_producer_and_a_batch_are_read_as_they_are(broker: 
             await sender.send_messages(
                 [
                     ServiceBusMessage("text", content_type="text/plain", application_properties={"n": 7}),
-                    ServiceBusMessage(b"\x00", message_id="m-2"),
+                    ServiceBusMessage(b"\x00", message_id="m-2", application_properties={"n": "\u00b2"}),
                 ]
             )
             for value in ("text", {"a": [1]}):
@@ -295,6 +295,7 @@ def test_a_message_of_another_producer_and_a_batch_are_read_as_they_are(broker: 
         found += channel.receive(4 - len(found), 10)
     assert (found[0].data, dict(found[0].headers)) == (b"text", {"n": "7", "content-type": "text/plain"})
     assert (found[1].data, found[1].id) == (b"\x00", "m-2")
+    assert dict(found[1].headers) == {"n": "\u00b2"}
     assert [one.data for one in found[2:]] == [b"text", b'{"a":[1]}']
     facts = found[0].metadata()
     assert facts.stream_sequence is not None

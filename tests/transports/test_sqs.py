@@ -361,3 +361,15 @@ def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carrie
             found.add(delivery.data)
             channel.ack(delivery)
     assert found == {b"1", b"2"}
+
+
+def test_after_twelve_hours_a_message_can_be_given_back_but_not_kept(broker: SqsBroker) -> None:
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    channel = broker.channel()
+    (delivery,) = channel.receive(1, 10)
+    delivery.received -= 12 * 3600  # type: ignore[attr-defined]
+    with pytest.raises(LeaseLost, match="12 h at most"):
+        channel.extend(delivery)
+    channel.requeue(delivery, 5)
+    (again,) = channel.receive(1, 10)
+    channel.ack(again)

@@ -65,7 +65,7 @@ class Keeper:
                 await self._extend_all(lease, now)
 
     async def _extend_all(self, lease: float, now: float) -> None:
-        together: dict[str, list[Delivery]] = {}
+        together: dict[str | Delivery, list[Delivery]] = {}
         for delivery, kept in self._kept.items():
             if kept.given_up or now - kept.begun < lease / 3:
                 continue
@@ -73,7 +73,7 @@ class Keeper:
                 kept.given_up = True
                 self._warn(delivery, f"it has been in hand for {now - kept.since:.0f} s")
                 continue
-            together.setdefault(delivery.metadata().lease or delivery.id, []).append(delivery)
+            together.setdefault(delivery.metadata().lease or delivery, []).append(delivery)
         turns = asyncio.Semaphore(_CALLS)
         await asyncio.gather(*(self._extend(group, lease, turns) for group in together.values()))
 

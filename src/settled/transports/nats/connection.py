@@ -79,7 +79,7 @@ class Login:
 
 
 def asks_to_create(url: str) -> bool:
-    """Whether the URL says `create=true`: make the durable consumer of a group that has none."""
+    """Whether the URL says `create=true`: make the consumer of a group, and the stream of a subject."""
     found = dict(parse_qsl(urlsplit(url).query)).get("create", "false")
     if found not in ("true", "false"):
         raise ConfigurationError(f"nats: create in the URL must be true or false, got {found!r}")

@@ -153,6 +153,15 @@ class Consumer:
         return round((delay - extra) * 1e9) or 1
 
 
+def stream_for(subject: str) -> str:
+    """What a stream is called that is made for a subject.
+
+    >>> stream_for("orders.new"), stream_for("orders.*.>")
+    ('orders-new', 'orders-any-all')
+    """
+    return subject.replace("*", "any").replace(">", "all").replace(".", "-")
+
+
 def overlap(subject: str, other: str) -> bool:
     """Whether any subject matches both patterns.
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 import nats.errors
 import nats.js.errors
-from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
+from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy, StreamConfig
 
 from settled.observe import tracing
 from settled.portal import Portal
@@ -33,7 +33,7 @@ from settled.transports.nats.connection import Connection, Login, asks_to_create
 from settled.transports.nats.delivery import MSG_ID
 from settled.transports.nats.feeds import Feed, PullFeed, PushFeed
 from settled.transports.nats.letters import DeadLetters, Letter, Office
-from settled.transports.nats.sources import Consumer, Durable, Ephemeral, Settings, overlap
+from settled.transports.nats.sources import Consumer, Durable, Ephemeral, Settings, overlap, stream_for
 
 # A message, or its headers, larger than the stream takes.
 _REFUSED = (10054, 10097)
@@ -180,9 +180,24 @@ class NatsTransport:
         try:
             return await self.connection.jetstream.find_stream_name_by_subject(subject)
         except nats.js.errors.NotFoundError as error:
+            if self._creates:
+                return await self._make_stream(subject)
             raise ConfigurationError(
-                f"subscriber {subject!r}: no stream takes this subject; create one that does"
+                f"subscriber {subject!r}: no stream takes this subject; create one that does, or say "
+                "?create=true in the URL"
             ) from error
+
+    async def _make_stream(self, subject: str) -> str:
+        """A stream for a subject that none takes, named after it."""
+        name = stream_for(subject)
+        try:
+            await self.connection.jetstream.add_stream(StreamConfig(name=name, subjects=[subject]))
+        except nats.js.errors.BadRequestError as error:
+            raise ConfigurationError(
+                f"nats: no stream takes subject {subject!r}, and {name!r} cannot be made: {error.description}"
+            ) from error
+        logger.info("nats: made stream %s for subject %s", name, subject)
+        return name
 
     async def _resolve(self, settings: Settings, subject: str) -> ConsumerInfo:
         jetstream = self.connection.jetstream
@@ -235,7 +250,14 @@ class NatsTransport:
             headers["Nats-Schedule-Target"] = subject
             # The stream keeps the schedule under a subject of its own until it is due.
             subject = f"{subject}.schedule.{uuid.uuid4().hex}"
-        stored = await self.connection.publish(subject, message.data, headers)
+        try:
+            stored = await self.connection.publish(subject, message.data, headers)
+        except ConfigurationError:
+            # A delayed message needs a stream that allows schedules, which is the user's to decide.
+            if not self._creates or message.delay > 0:
+                raise
+            await self._make_stream(subject)
+            stored = await self.connection.publish(subject, message.data, headers)
         return Published(id=identity, duplicate=stored.duplicate, sequence=stored.sequence)
 
     async def _leave_portal(self) -> None:

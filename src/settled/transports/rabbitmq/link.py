@@ -15,6 +15,7 @@ from aio_pika.abc import AbstractConnection
 from aiormq.abc import AbstractChannel
 from aiormq.exceptions import (
     AMQPError,
+    ChannelInvalidStateError,
     ChannelNotFoundEntity,
     ChannelPreconditionFailed,
     DeliveryError,
@@ -177,7 +178,7 @@ class Link:
         except DeliveryError as error:
             why = "the broker refused it; is its queue full?"
             raise PublishFailed(f"publish to {subject!r}: {why}") from error
-        except (TimeoutError, AMQPError, OSError) as error:
+        except (TimeoutError, AMQPError, ChannelInvalidStateError, OSError) as error:
             raise PublishFailed(f"publish to {subject!r}: {error or 'no answer'}") from error
 
     async def _publishing(self) -> AbstractChannel:

@@ -33,7 +33,7 @@ class ServiceBusDelivery(Delivery):
             subject=subject,
             data=_data(message),
             headers=headers,
-            attempt=(int(earlier) if earlier.isdigit() else 0) + (message.delivery_count or 0) + 1,
+            attempt=(int(earlier) if earlier.isdecimal() else 0) + (message.delivery_count or 0) + 1,
             lane=session,
             ordered=session is not None and receiver.session is not None,
         )
@@ -86,7 +86,8 @@ def _headers(message: ServiceBusReceivedMessage) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    # Whatever another producer wrote: a message that cannot be read must not stop the queue.
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def outgoing(message: Outgoing, identity: str) -> ServiceBusMessage:

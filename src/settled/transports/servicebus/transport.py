@@ -44,9 +44,9 @@ class _Bus:
             if to not in self._senders:
                 # A topic is sent to the same way as a queue.
                 self._senders[to] = (self.client.get_queue_sender(to), asyncio.Lock())
-            ours = sender, turn = self._senders[to]
+            sender, turn = self._senders[to]
             async with turn:
-                if self._senders.get(to) is not ours:
+                if to not in self._senders or self._senders[to][0] is not sender:
                     # Whoever had the turn before us has closed it.
                     continue
                 try:

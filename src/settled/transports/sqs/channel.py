@@ -145,7 +145,7 @@ class SqsChannel:
                 wanted,
             )
         await mine.be_still()
-        await self._show_after(mine, min(wanted, longest))
+        await self._show_after(mine, max(0, min(wanted, longest)))
         await self._together.settled(mine)
 
     async def reject(self, delivery: Delivery, rejection: Reject) -> None:
