@@ -169,7 +169,8 @@ def processor_time() -> dict[str, float]:
             kind = "JVM" if "java" in process.name() else "Python"
         except psutil.Error:
             continue
-        used[kind] += times.user + times.system + times.children_user + times.children_system
+        used[kind] += times.user + times.system
+        used["Python"] += times.children_user + times.children_system  # ended: Spark starts nothing else
     return used
 
 
@@ -209,6 +210,7 @@ class Measured:
     batches: list[float]
     processor: dict[str, float]
     memory: int
+    steps: list[dict[str, int]]
 
     def row(self, name: str) -> str:
         each = ", ".join(f"{kind} {1e6 * s / self.messages:.1f}" for kind, s in self.processor.items())
@@ -245,7 +247,8 @@ def measure(spark: Any, dsn: str, queue: str, variant: str, folder: str, **more:
     with Link(dsn) as link:
         messages = link.rows("totals", queue=queue, group=group, after=0)[0]["messages"]
     processor = {kind: after[kind] - before[kind] for kind in after}
-    return Measured(sum(times), wall, messages, times, processor, memory.most)
+    steps = [p["durationMs"] for p in query.recentProgress]
+    return Measured(sum(times), wall, messages, times, processor, memory.most, steps)
 
 
 def main() -> None:

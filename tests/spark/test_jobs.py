@@ -24,6 +24,7 @@ from settled.spark.jobs.export import export, exported
 from settled.spark.jobs.redrive import Choice, redrive
 from settled.spark.jobs.report import write_report
 from settled.spark.jobs.run import run as run_job
+from settled.spark.source import SettledSource
 from tests.spark.conftest import Run, Shop, finished
 
 
@@ -222,3 +223,38 @@ def test_the_demonstration_balances_its_books(
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert last.startswith("pushed=4000 acked=")
     assert last.endswith(" lost=0")
+
+
+def test_a_run_goes_on_when_a_process_starts_too_slowly(
+    spark: SparkSession, shop: Shop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = spark.sparkContext.pythonExec
+    slow = tmp_path / "python"
+    # The process for the offsets takes longer to start than Spark waits, once.
+    slow.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *streaming_source_runner*) mkdir {tmp_path}/slept 2>/dev/null && sleep 15 ;; esac\n'
+        f'exec "{usual}" "$@"\n'
+    )
+    slow.chmod(0o755)
+    queue = shop.queue()
+    shop.push(queue, [{"id": i} for i in range(10)])
+    spark.sparkContext.pythonExec = str(slow)
+    spark.dataSource.register(SettledSource)
+    try:
+        done = run_job(
+            spark,
+            handle,
+            queue,
+            "g",
+            str(tmp_path / "checkpoint"),
+            url=shop.dsn,
+            until_empty=True,
+            on_error="ack",
+        )
+    finally:
+        spark.sparkContext.pythonExec = usual
+        spark.dataSource.register(SettledSource)
+    assert (done.messages, done.acked, done.dead) == (10, 9, 1)
+    assert (tmp_path / "slept").exists()
+    assert "did not start within Spark's 10 s" in caplog.text

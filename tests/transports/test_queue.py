@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,9 @@ from settled.portal import Portal
 from settled.queue.embedded import EmbeddedPostgres
 from settled.queue.engine import Engine
 from settled.server.testing import running_server
+from settled.settlement import Reason
+from settled.settlement import Reject as Rejection
 from settled.transports.base import AsyncChannel, Channel, LeaseLost, Outgoing, Published, Source
-from settled.transports.faces import BlockingChannel
 from settled.transports.http import HttpTransport
 from settled.transports.postgres import PostgresTransport
 from settled.transports.queue import Backend, QueueChannel, QueueTransport
@@ -63,9 +65,7 @@ class QueueBroker:
         return self.portal.run(self._channel())
 
     async def _channel(self) -> Channel:
-        return BlockingChannel(
-            QueueChannel(self.transport, Source(channel=self.queue)), asyncio.get_running_loop()
-        )
+        return self.transport.channel(Source(channel=self.queue))
 
     def wait(self, seconds: float) -> None:
         self.portal.run(asyncio.sleep(seconds))
@@ -284,6 +284,23 @@ def test_the_next_batch_is_asked_for_while_the_acks_of_the_last_one_travel(broke
     # When the app has ended, nothing is on its way any more.
     broker.wait(LEASE + 0.5)
     assert not broker.channel().receive(1, 0)
+
+
+def test_a_rejection_waits_for_its_batch_a_moment_at_most(broker: QueueBroker) -> None:
+    for number in range(3):
+        broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number, lane="one"))
+    channel = broker.channel()
+    deliveries = channel.receive(3, 5)
+    channel.reject(deliveries[0], Rejection(Reason.DELIVERY_ERROR, "no such customer"))
+    deadline = time.monotonic() + 20
+    while not broker.dead_letters() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(broker.dead_letters()) == 1
+    for delivery in deliveries[1:]:
+        channel.ack(delivery)
+    channel.close()
+    broker.wait(LEASE + 0.5)
+    assert not broker.channel().receive(3, 0.5)
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

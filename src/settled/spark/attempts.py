@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from settled import codec
@@ -311,15 +312,16 @@ def json_encoder() -> Callable[[Any], bytes]:
 
 
 def outcome_arrays(done: Attempted, result: pa.DataType) -> list[pa.Array]:
-    """`outcome`, `delay`, `error` and `result` as Arrow."""
+    """`outcome`, `delay`, `error` and `result` as Arrow; an acknowledged message has no outcome."""
     n, failed = len(done.results), done.failed
-    if not failed:
-        outcomes = [pa.repeat(pa.scalar(ACK), n), pa.nulls(n, pa.float64()), pa.nulls(n, pa.string())]
+    kinds = (pa.string(), pa.float64(), pa.string())
+    if failed:
+        at = np.full(n, -1, np.int32)
+        at[np.fromiter(failed, np.int64, len(failed))] = np.arange(len(failed))
+        places = pa.array(at, mask=at < 0)
+        columns = zip(*failed.values(), strict=True)
+        outcomes = [pa.array(c, kind).take(places) for c, kind in zip(columns, kinds, strict=True)]
     else:
-        columns: list[list[Any]] = [[ACK] * n, [None] * n, [None] * n]
-        for place, values in failed.items():
-            for column, value in zip(columns, values, strict=True):
-                column[place] = value
-        types = (pa.string(), pa.float64(), pa.string())
-        outcomes = [pa.array(column, kind) for column, kind in zip(columns, types, strict=True)]
-    return [*outcomes, pa.array(done.results, result)]
+        outcomes = [pa.nulls(n, kind) for kind in kinds]
+    bare = done.results.count(None) == n
+    return [*outcomes, pa.nulls(n, result) if bare else pa.array(done.results, result)]

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
-import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.pandas.functions import arrow_udf
-from pyspark.sql.types import BinaryType, DoubleType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from settled.policy import Policy, PolicyOptions
 from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.queue.manifest import Link
 from settled.signals import ConfigurationError
-from settled.spark.attempts import ACK, INVALID, Attempts, Job, Rows, outcome_arrays
-from settled.spark.fused import arrow_type
+from settled.spark.attempts import ACK, INVALID, Job
 from settled.spark.options import Options, is_nats
 from settled.spark.origin import Origin
-from settled.spark.shipping import dumps, loads, names_of
+from settled.spark.shipping import dumps, names_of
 from settled.spark.source import new_holder
-from settled.spark.types import spark_type, to_plain
+from settled.spark.types import spark_type
+from settled.spark.udfs import attempting, decoded
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -95,10 +93,22 @@ def read_queue(
         options["emit"] = "failures"
     if handler is not None:
         options["handler"] = dumps(_job(handler, origin, result, policy_of(policy)))
-    reader = (spark.readStream if streaming else spark.read).format("settled")
-    df = reader.options(**options).load()
-    df = df.withMetadata("batch", origin.mark())
+    df = _load(spark, options, origin, streaming)
     return df if handler is not None else _with_payload(df, payload)
+
+
+def _load(spark: SparkSession, options: dict[str, str], origin: Origin, streaming: bool) -> DataFrame:
+    """The rows, with what the source left out."""
+    reader = (spark.readStream if streaming else spark.read).format("settled")
+    df = reader.options(**options, lean="true").load()
+    filled = {
+        "queue": F.lit(origin.queue),
+        "transaction_id": F.coalesce("transaction_id", "message_id"),
+        "attempt": F.coalesce("attempt", F.lit(1)),
+    }
+    if "handler" in options:
+        filled["outcome"] = F.coalesce("outcome", F.lit(ACK))
+    return df.withColumns(filled).withMetadata("batch", origin.mark())
 
 
 def _on_nats(named: Options) -> str:
@@ -138,7 +148,7 @@ def _with_payload(df: DataFrame, payload: Any) -> DataFrame:
     if payload is str:
         return df.withColumn("data", F.col("payload")).withColumn("payload", F.col("payload").cast("string"))
     kind = spark_type(payload)
-    parsed = _from_json(kind) if isinstance(payload, (str, StructType)) else _decoded(payload, kind)
+    parsed = _from_json(kind) if isinstance(payload, (str, StructType)) else decoded(payload, kind)
     df = df.withColumnRenamed("payload", "data").withColumn("_parsed", parsed(F.col("data")))
     return (
         df.withColumn("payload", F.col("_parsed.value"))
@@ -160,33 +170,6 @@ def _from_json(kind: Any) -> Callable[[Column], Column]:
         return F.struct(value.dropFields("_corrupt").alias("value"), error.alias("error"))
 
     return parse
-
-
-def _decoded(type_: Any, kind: Any) -> Callable[[Column], Column]:
-    shipped = dumps(type_)
-    value = arrow_type(kind.json())
-
-    def parse(data: pa.Array) -> pa.Array:
-        from settled import codec
-        from settled.settlement import describe
-
-        decode = codec.decoder(loads(shipped))
-        values: list[Any] = []
-        errors: list[str | None] = []
-        for raw in data.to_pylist():
-            try:
-                values.append(to_plain(decode(raw, {})))
-                errors.append(None)
-            except Exception as error:  # a bad payload is the message's fault, whatever it raises
-                values.append(None)
-                errors.append(describe(error))
-        arrays = [pa.array(values, value), pa.array(errors, pa.string())]
-        return pa.StructArray.from_arrays(arrays, names=["value", "error"])
-
-    parse.__annotations__ = {"data": pa.Array, "return": pa.Array}
-    returns = StructType([StructField("value", kind), StructField("error", StringType())])
-    make: Any = arrow_udf
-    return cast("Callable[[Column], Column]", make(parse, returns))
 
 
 def _job(handler: Callable[..., Any], origin: Origin, result: Any, policy: Policy) -> Job:
@@ -216,67 +199,17 @@ def attempt(handler: Callable[..., Any], *, result: Any = None, **policy: Unpack
         kind = BinaryType() if job.result is None else spark_type(result)
         data = "data" if "data" in df.columns else "payload"
         columns = ["lane", "sequence", "attempt", "headers", "message_id", "partition", "created_at", data]
-        udf = _attempting(dumps(job), kind)
+        udf = attempting(dumps(job), kind)
         own = [name for name in df.columns if name not in ("outcome", "delay", "error", "result")]
         return df.select(*own, udf(*columns).alias("_attempt")).select(
-            *own, "_attempt.outcome", "_attempt.delay", "_attempt.error", "_attempt.result"
+            *own,
+            F.coalesce("_attempt.outcome", F.lit(ACK)).alias("outcome"),
+            "_attempt.delay",
+            "_attempt.error",
+            "_attempt.result",
         )
 
     return transform
-
-
-def _attempting(shipped: str, kind: Any) -> Any:
-    from collections.abc import Iterator
-
-    returns = StructType(
-        [
-            StructField("outcome", StringType()),
-            StructField("delay", DoubleType()),
-            StructField("error", StringType()),
-            StructField("result", kind),
-        ]
-    )
-
-    def run(batches: Any) -> Any:
-        attempts = Attempts(loads(shipped))
-        result = arrow_type(loads(shipped).result)
-        for columns in batches:
-            done = attempts.run(_rows(*columns))
-            yield pa.StructArray.from_arrays(outcome_arrays(done, result), names=returns.names)
-
-    run.__annotations__ = {"batches": Iterator[tuple[pa.Array, ...]], "return": Iterator[pa.Array]}
-    make: Any = arrow_udf
-    return make(run, returns).asNondeterministic()
-
-
-def _rows(
-    lanes: pa.Array,
-    seqs: pa.Array,
-    attempts: pa.Array,
-    headers: pa.Array,
-    ids: pa.Array,
-    partitions: pa.Array,
-    created: pa.Array,
-    data: pa.Array,
-) -> Rows:
-    import numpy as np
-
-    buffers = data.buffers()
-    offsets = np.frombuffer(buffers[1], np.int32, len(data) + 1, 4 * data.offset)
-    counts = attempts.to_numpy()
-    return Rows(
-        lanes=lanes.to_numpy().tolist(),
-        blob=buffers[2].to_pybytes() if buffers[2] is not None else b"",
-        offsets=offsets.tolist(),
-        seqs=seqs.to_numpy(),
-        attempts=counts.tolist() if len(counts) and counts.max() > 1 else None,
-        headers=None
-        if headers.null_count == len(headers)
-        else [dict(h) if h else None for h in headers.to_pylist()],
-        ids=lambda i: ids[i].as_py(),
-        created=lambda i: created[i].as_py(),
-        partition=lambda i: partitions[i].as_py(),
-    )
 
 
 def settle(df: DataFrame, to: str | None = None) -> DataStreamWriter:

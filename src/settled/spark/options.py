@@ -36,6 +36,8 @@ class Options:
     backoff: tuple[float, ...]
     dead_letter: str
     window: dict[int, tuple[int, int]]
+    lean: bool
+    """Leave null what read_queue() puts in itself."""
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Options:
@@ -86,6 +88,7 @@ class Options:
             backoff=_seconds("backoff", own.get("backoff", "")),
             dead_letter=own.get("deadletter", ""),
             window=msgspec.json.decode(own.get("window", "{}"), type=dict[int, tuple[int, int]]),
+            lean=_one_of("lean", own.get("lean", "false"), ("false", "true")) == "true",
         )
 
     @property
@@ -130,6 +133,7 @@ _KNOWN = {
         "consumer",
         *_NATS,
         "window",
+        "lean",
     )
 }
 _SPARKS = {"path", "checkpointlocation", "queryname", "outputmode", "triggerinterval"}

@@ -45,7 +45,7 @@ class Chunk:
     """A slice of a lane."""
 
     slice: rows.Slice
-    queue: str
+    queue: str | None
 
     def rows(self) -> Rows:
         return as_rows(self.slice)
@@ -107,8 +107,9 @@ class Postgres:
 
     def chunks(self, task: InputPartition) -> Iterator[Chunk]:
         link = link_to(self._settings.url)
+        queue = None if self._settings.lean else self._settings.queue
         for slice_ in rows.slices(link, cast(Task, task).ranges):
-            yield Chunk(slice_, self._settings.queue)
+            yield Chunk(slice_, queue)
 
     def stage(self, batches: Iterator[pa.RecordBatch]) -> sink.Staged:
         return sink.stage(batches, self._settings, link_to(self._settings.url))

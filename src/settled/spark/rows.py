@@ -148,18 +148,23 @@ def _take(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
     )
 
 
-def arrays(slice_: Slice, queue: str, batch: int) -> list[pa.Array]:
-    """A slice as the columns of `ARROW`."""
+def arrays(slice_: Slice, queue: str | None, batch: int) -> list[pa.Array]:
+    """A slice as the columns of `ARROW`.
+
+    Without a queue's name what can be filled in again is null: Spark copies each column of each row.
+    """
     n, columns = len(slice_), slice_.columns
     ids = fixed_texts(id_texts(columns.ids), 36)
     offsets = np.ascontiguousarray(columns.offsets)
     return [
-        pa.repeat(pa.scalar(queue), n),
+        pa.repeat(pa.scalar(queue), n) if queue is not None else pa.nulls(n, pa.string()),
         pa.repeat(pa.scalar(slice_.range.partition), n),
         pa.array(columns.seqs),
         ids,
-        ids if columns.tx is None else _transaction_ids(columns.tx, ids),
-        pa.repeat(pa.scalar(1, pa.int32()), n) if slice_.attempts is None else pa.array(slice_.attempts),
+        _transaction_ids(columns.tx, ids if queue is not None else pa.nulls(n, pa.string())),
+        pa.array(slice_.attempts)
+        if slice_.attempts is not None
+        else pa.repeat(pa.scalar(1 if queue is not None else None, pa.int32()), n),
         pa.array(columns.created).cast(pa.timestamp("us", "UTC")),
         _headers(columns.headers, n),
         pa.Array.from_buffers(pa.binary(), n, [None, pa.py_buffer(offsets), pa.py_buffer(columns.payload)]),
@@ -177,7 +182,9 @@ def fixed_texts(texts: NDArray[np.uint8], width: int) -> pa.Array:
     )
 
 
-def _transaction_ids(own: list[bytes], ids: pa.Array) -> pa.Array:
+def _transaction_ids(own: list[bytes] | None, ids: pa.Array) -> pa.Array:
+    if own is None:
+        return ids
     texts = pa.array(own, pa.binary()).cast(pa.string())
     return texts if all(own) else pa.compute.if_else(pa.compute.equal(texts, ""), ids, texts)
 

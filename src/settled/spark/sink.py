@@ -18,6 +18,7 @@ from settled.queue.errors import Conflict
 from settled.queue.manifest import SQL, Link, Reader, Settled
 from settled.spark.attempts import ACK, DEAD, INVALID, RELEASE, RETRY
 from settled.spark.broker import broker_of
+from settled.spark.source import spare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -265,10 +266,13 @@ class StreamSink(DataSourceStreamArrowWriter):
         self._settings = settings
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        return broker_of(self._settings).stage(iterator)
+        staged = broker_of(self._settings).stage(iterator)
+        spare("write")
+        return staged
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # noqa: N803
         broker_of(self._settings).settle(messages)
+        spare("commit")
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # noqa: N803
         """Nothing was applied; what was staged is swept up later."""
@@ -281,7 +285,9 @@ class BatchSink(DataSourceArrowWriter):
         self._settings = settings
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        return broker_of(self._settings).stage(iterator)
+        staged = broker_of(self._settings).stage(iterator)
+        spare("write")
+        return staged
 
     def commit(self, messages: list[Any]) -> None:
         broker_of(self._settings).settle(messages)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import os
 import threading
 import time
 import uuid
@@ -51,6 +53,7 @@ class SettledSource(DataSource):
     def __init__(self, options: MutableMapping[str, str]) -> None:
         super().__init__(options)
         self.settings = Options.parse(options)
+        spare("source")
 
     @classmethod
     def name(cls) -> str:
@@ -75,7 +78,18 @@ class SettledSource(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamSink:  # noqa: N802
         from settled.spark.sink import StreamSink
 
+        spare("sink")
         return StreamSink(self.settings)
+
+
+_spared: set[str] = set()
+
+
+def spare(what: str) -> None:
+    """Keep what is imported by now out of the garbage collection that Spark runs after every task."""
+    if what not in _spared and "SPARK_REUSE_WORKER" in os.environ:
+        _spared.add(what)
+        gc.freeze()
 
 
 def schema_of(settings: Options) -> StructType:
@@ -112,6 +126,7 @@ def read_task(settings: Options, task: InputPartition) -> Iterator[pa.RecordBatc
         from settled.spark.fused import read_attempted
 
         yield from read_attempted(chunks, settings, batch)
+        spare("attempts")
         return
     schema = rows.ARROW
     for chunk in chunks:
@@ -119,6 +134,7 @@ def read_task(settings: Options, task: InputPartition) -> Iterator[pa.RecordBatc
         if settings.payload == "string":
             arrays[8] = arrays[8].cast(pa.string())
         yield pa.RecordBatch.from_arrays(arrays, names=schema.names)
+    spare("rows")
 
 
 class BatchReader(DataSourceReader):

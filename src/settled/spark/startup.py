@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LOG = "settled-log4j2.properties"
-_LOOPBACK = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
+_LOCAL = {
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    # The usual one starts a `readlink` and a `chmod` for each of a checkpoint's files, two dozen a batch.
+    "spark.sql.streaming.checkpointFileManagerClass": "org.apache.spark.sql.execution.streaming."
+    "checkpointing.FileSystemBasedCheckpointFileManager",
+}
+# Arrow checks each value's place and life otherwise, and Spark asks whether it is null before it asks for it.
+_ARROW = "-Darrow.enable_unsafe_memory_access=true -Darrow.enable_null_check_for_get=false"
 
 
 def session(
@@ -42,7 +50,9 @@ def session(
     master = master or os.environ.get("SPARK_MASTER", "local[*,4]")
     local = master.startswith("local")
     prepare(local=local)
-    options = f"-Dlog4j2.configurationFile=file:{_log_file()}" + (" -XX:TieredStopAtLevel=1" if quick else "")
+    options = f"-Dlog4j2.configurationFile=file:{_log_file()} {_ARROW}" + (
+        " -XX:TieredStopAtLevel=1" if quick else ""
+    )
     builder = SparkSession.builder.appName(app)
     settings = {
         "spark.ui.enabled": "false",
@@ -53,9 +63,10 @@ def session(
         # Any other limit makes Spark measure the whole batch again for each row.
         "spark.sql.execution.arrow.maxBytesPerBatch": "2147483647",
         "spark.driver.extraJavaOptions": options,
+        "spark.executor.extraJavaOptions": _ARROW,
         "spark.executorEnv.PYTHONHASHSEED": "0",
         "spark.sql.streaming.metricsEnabled": "false",
-        **(_LOOPBACK if local else {}),
+        **(_LOCAL if local else {}),
         **(conf or {}),
     }
     if not any(name in os.environ for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED")):

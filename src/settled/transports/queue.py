@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import zlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from settled.settlement import Reject
 from settled.transports.base import (
     AsyncChannel,
     Capabilities,
+    Channel,
     LeaseLost,
     NackMeans,
     Outgoing,
@@ -26,6 +28,7 @@ from settled.transports.base import (
     RejectMeans,
     Source,
 )
+from settled.transports.faces import BlockingChannel
 from settled.transports.letters import destination, letter
 from settled.transports.looped import LoopTransport
 
@@ -130,21 +133,42 @@ class Backend(Protocol):
 
 
 class Batch:
-    """What one receive took: it is settled together, when the last verdict is in."""
+    """What one receive took: it is settled together, when the last verdict is in.
 
-    __slots__ = ("open", "waiting")
+    A sync handler's thread adds to it, the loop's thread takes from it.
+    """
+
+    __slots__ = ("_lock", "_open", "_waiting")
 
     def __init__(self, size: int) -> None:
-        self.open = size
-        self.waiting: list[Verdict] = []
+        self._open = size
+        self._waiting: list[Verdict] = []
+        self._lock = threading.Lock()
+
+    def add(self, verdict: Verdict, *, now: bool = False) -> tuple[list[Verdict], bool]:
+        """What is to be settled now, all or nothing, and whether this is the first that waits."""
+        with self._lock:
+            self._open -= 1
+            self._waiting.append(verdict)
+            if now or self._open <= 0:
+                due, self._waiting = self._waiting, []
+                return due, False
+            return [], len(self._waiting) == 1
+
+    def take(self) -> list[Verdict]:
+        """All that waits."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            return waiting
 
 
 class QueueChannel:
     """One subscription's end of the queue.
 
     With a buffer of one, every settlement is on disk when its call returns. With a larger one,
-    acknowledgements and releases wait for the rest of their batch, at most 50 ms; a failure takes them along.
-    The pump does not wait for the last ack of a batch: it asks for the next one meanwhile.
+    acknowledgements, releases and rejections wait for the rest of their batch, at most 50 ms; what is sent
+    round again takes them along. The pump does not wait for the last ack of a batch: it asks for the next one
+    meanwhile.
     """
 
     capabilities = Capabilities(nack=NackMeans.RELEASE, reject=RejectMeans.NATIVE, wakes=True, lanes=True)
@@ -157,15 +181,18 @@ class QueueChannel:
         self._rules: Rules | None = None
         self._late: set[asyncio.Task[None]] = set()
         self._sending: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         wakes = self._wakes
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         backend = await self._transport.connection()
         if self._rules is None:
             self._rules = await backend.rules(self._source.channel)
             self.capabilities = replace(self.capabilities, lease=self._rules.lease)
         ordered = self._rules.in_order
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         until = loop.time() + timeout
         while True:
             # Short waits, so that a stop does not have to wait for a long one.
@@ -181,38 +208,33 @@ class QueueChannel:
 
     async def ack(self, delivery: Delivery) -> None:
         mine = _mine(delivery)
-        batch = mine.batch
-        if batch is None or (batch.open <= 1 and not mine.handled):
-            # It came alone, or the handler itself waits for it.
-            await self._settle(Verdict(mine, "completed"))
+        verdict = Verdict(mine, "completed")
+        if not mine.handled:  # the handler itself waits for it
+            await self._settle_with_batch(verdict)
             return
-        self._settle_with_batch(batch, Verdict(mine, "completed"))
-        if batch.open <= 0:
+        due = self.gather(verdict)
+        if mine.batch is None:
+            await self.settle(due)
+        elif due:
             if self._sending is not None:
                 await asyncio.wait([self._sending])
-            self._sending = self._begin(self._send(batch))
+            self._sending = self._begin(self._send(due))
 
     async def nack(self, delivery: Delivery) -> None:
-        mine = _mine(delivery)
-        batch = mine.batch
-        if batch is None or batch.open <= 1:
-            await self._settle(Verdict(mine, "retry"))
-        else:
-            self._settle_with_batch(batch, Verdict(mine, "retry"))
+        await self._settle_with_batch(Verdict(_mine(delivery), "retry"))
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
-        await self._settle(Verdict(_mine(delivery), "failed", "sent round again", delay))
+        await self._settle_with_batch(Verdict(_mine(delivery), "failed", "sent round again", delay), now=True)
 
     async def reject(self, delivery: Delivery, rejection: Reject) -> None:
         mine = _mine(delivery)
         to = destination(self._source, rejection)
         if to is None:
-            error = rejection.error or rejection.reason.value
-            await self._settle(Verdict(mine, "dlq", error))
+            await self._settle_with_batch(Verdict(mine, "dlq", rejection.error or rejection.reason.value))
         else:
             # Published and confirmed first: a crash in between repeats the letter's id, not the message.
             await self._transport.push(letter(mine, rejection, self._group, to))
-            await self._settle(Verdict(mine, "completed"))
+            await self._settle_with_batch(Verdict(mine, "completed"))
 
     async def extend(self, delivery: Delivery) -> None:
         backend = await self._transport.connection()
@@ -226,11 +248,37 @@ class QueueChannel:
         for task in list(self._late):
             await task
 
-    def _settle_with_batch(self, batch: Batch, verdict: Verdict) -> None:
-        batch.open -= 1
-        batch.waiting.append(verdict)
-        if len(batch.waiting) == 1:
-            self._begin(self._send_later(batch))
+    async def _settle_with_batch(self, verdict: Verdict, *, now: bool = False) -> None:
+        due = self.gather(verdict, now=now)
+        if due:
+            await self.settle(due)
+
+    def gather(self, verdict: Verdict, *, now: bool = False) -> list[Verdict]:
+        """Let a verdict wait for the rest of its batch; what is to be settled now. From any thread."""
+        batch = verdict.delivery.batch
+        if batch is None:
+            return [verdict]
+        due, first = batch.add(verdict, now=now)
+        if first:
+            self._soon(batch)
+        return due
+
+    async def settle(self, verdicts: list[Verdict]) -> None:
+        """Settle now; the last one's failure is the caller's, the others' callers are gone."""
+        backend = await self._transport.connection()
+        *late, why = await backend.settle(self._group, verdicts)
+        _report(verdicts[:-1], late)
+        if why is not None:
+            raise lost(verdicts[-1].delivery, why)
+
+    def _soon(self, batch: Batch) -> None:
+        if threading.get_ident() == self._thread:
+            self._start_flush(batch)
+        elif self._loop is not None:
+            self._loop.call_soon_threadsafe(self._start_flush, batch)
+
+    def _start_flush(self, batch: Batch) -> None:
+        self._begin(self._flush_later(batch))
 
     def _begin(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(call)
@@ -238,30 +286,36 @@ class QueueChannel:
         task.add_done_callback(self._late.discard)
         return task
 
-    async def _settle(self, verdict: Verdict) -> None:
-        batch = verdict.delivery.batch
-        waiting: list[Verdict] = []
-        if batch is not None:
-            batch.open -= 1
-            waiting, batch.waiting = batch.waiting, []
-        backend = await self._transport.connection()
-        *late, why = await backend.settle(self._group, [*waiting, verdict])
-        _report(waiting, late)
-        if why is not None:
-            raise lost(verdict.delivery, why)
-
-    async def _send_later(self, batch: Batch) -> None:
+    async def _flush_later(self, batch: Batch) -> None:
         await asyncio.sleep(_SEND_AFTER)
-        await self._send(batch)
+        await self._send(batch.take())
 
-    async def _send(self, batch: Batch) -> None:
-        waiting, batch.waiting = batch.waiting, []
+    async def _send(self, waiting: list[Verdict]) -> None:
         if waiting:
             try:
                 backend = await self._transport.connection()
                 _report(waiting, await backend.settle(self._group, waiting))
             except Exception as error:
                 _report(waiting, [str(error)] * len(waiting))
+
+
+class BlockingQueueChannel(BlockingChannel):
+    """The blocking face: a verdict that waits for the rest of its batch costs no trip to the loop."""
+
+    def __init__(self, inner: QueueChannel, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(inner, loop)
+        self._queue = inner
+
+    def ack(self, delivery: Delivery) -> None:
+        self._settle_with_batch(Verdict(_mine(delivery), "completed"))
+
+    def nack(self, delivery: Delivery) -> None:
+        self._settle_with_batch(Verdict(_mine(delivery), "retry"))
+
+    def _settle_with_batch(self, verdict: Verdict) -> None:
+        due = self._queue.gather(verdict)
+        if due:
+            self._wait(self._queue.settle(due))
 
 
 def _report(verdicts: Sequence[Verdict], failures: Sequence[str | None]) -> None:
@@ -305,6 +359,9 @@ class QueueTransport(LoopTransport[Backend]):
 
     def async_channel(self, source: Source) -> AsyncChannel:
         return QueueChannel(self, source)
+
+    def channel(self, source: Source) -> Channel:
+        return BlockingQueueChannel(QueueChannel(self, source), asyncio.get_running_loop())
 
     async def push(self, message: Outgoing) -> Published:
         (published,) = await self.publish_many([message])

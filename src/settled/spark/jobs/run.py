@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from pyspark.errors import StreamingQueryException
+
 from settled.queue.manifest import Link
 from settled.spark.frames import read_queue, settle, settle_each
 from settled.spark.options import is_nats
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("settled.spark")
+STARTS = 5
+_TOO_SLOW = "Python worker failed to connect back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,8 @@ def run(
     """Attempt and settle; with `write`, each batch is also given to that function before it is settled.
 
     Ends when the query is stopped, on Ctrl-C, or with `until_empty` when nothing waits and nothing is to be
-    retried.
+    retried. Spark gives a Python process ten seconds to start; on a machine that is too busy for that the
+    query is started again, a few times: nothing of its batch was read.
     """
     with _watch(url) as link:
         # Who neither pushes nor writes needs no row that is acknowledged.
@@ -99,10 +104,26 @@ def run(
                 after,
             )
         writer = settle(df, to) if write is None else settle_each(df, write, to)
-        query: StreamingQuery = writer.option("checkpointLocation", checkpoint).start()
+        writer = writer.option("checkpointLocation", checkpoint)
+        query: StreamingQuery = writer.start()
+        starts = 1
         try:
             while True:
-                query.awaitTermination(every)  # type: ignore[arg-type]
+                try:
+                    query.awaitTermination(every)  # type: ignore[arg-type]
+                except StreamingQueryException as error:
+                    if starts == STARTS or not too_slow(error):
+                        raise
+                    starts += 1
+                    log.warning(
+                        "queue %r, group %r: a Python process did not start within Spark's 10 s, the machine "
+                        "is too busy; the query is started again (%d of %d)",
+                        queue,
+                        group,
+                        starts,
+                        STARTS,
+                    )
+                    query = writer.start()
                 progress = _progress(link, queue, group, after, time.monotonic() - started)
                 on_progress(progress)
                 if not query.isActive or (until_empty and not progress.waiting and not progress.failing):
@@ -112,6 +133,11 @@ def run(
             return _progress(link, queue, group, after, time.monotonic() - started)
         finally:
             query.stop()
+
+
+def too_slow(error: Exception) -> bool:
+    """Whether a query failed only because a process of it did not start in time."""
+    return _TOO_SLOW in str(error)
 
 
 def _watch(url: str) -> Any:
