@@ -70,9 +70,9 @@ class Side:
         return [PushItem(QUEUE, PAYLOAD, f"p{number % LANES}", f"t-{number}-{i}") for i in range(count)]
 
     async def open(self) -> dict[str, float]:
-        """Make the partitions that are used."""
-        for _ in range(LANES):
-            await self._engine.push(self._items(1))
+        """Use the partitions until the engine's memory is full of messages, as it is after a while."""
+        for _ in range(IDLE_LANES // LANES):
+            await self._engine.push([item for _ in range(LANES) for item in self._items(1)])
         await self._drain()
         return {}
 
