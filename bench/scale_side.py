@@ -17,6 +17,7 @@ import asyncpg
 import uvloop
 
 from bench.queue_engine import LANES, PAYLOAD, start
+from settled.queue import janitor
 from settled.queue.engine import Engine
 from settled.queue.types import AckItem, PopRequest, PushItem
 
@@ -69,9 +70,9 @@ class Side:
         return [PushItem(QUEUE, PAYLOAD, f"p{number % LANES}", f"t-{number}-{i}") for i in range(count)]
 
     async def open(self) -> dict[str, float]:
-        """Make the partitions that are used."""
-        for _ in range(LANES):
-            await self._engine.push(self._items(1))
+        """Use the partitions until the engine's memory is full of messages, as it is after a while."""
+        for _ in range(IDLE_LANES // LANES):
+            await self._engine.push([item for _ in range(LANES) for item in self._items(1)])
         await self._drain()
         return {}
 
@@ -186,6 +187,8 @@ class Side:
 
 async def main() -> None:
     """Do what the lines say until there are no more."""
+    # Merging small segments costs what was pushed a minute before: the side that is longer at it pays more.
+    janitor.COMPACT_EVERY = 10**9
     server = start()
     loop = asyncio.get_running_loop()
     try:
