@@ -93,10 +93,20 @@ async def read_settled(one: Contender, queue: str, messages: int) -> Span:
         if serving.done():
             raise SystemExit(f"{queue}: the app ended with {left} messages left: {await serving}")
         await asyncio.sleep(0.001)
+    await _sent(app)
     span.end()
     stop.set()
     await serving
     return span
+
+
+async def _sent(app: App) -> None:
+    """Wait for the acks that the queue's channel has on its way when the pump is through with them."""
+    for crew in app._runner.crews if app._runner is not None else ():
+        for pump in crew.pumps:
+            sending = getattr(pump.channel, "_sending", None)
+            if sending is not None:
+                await asyncio.wait([sending])
 
 
 async def race(name: str, messages: int, rounds: int) -> Result:
@@ -122,23 +132,23 @@ async def race(name: str, messages: int, rounds: int) -> Result:
     return Result(name, client, messages, rates["raw"], rates["settled"], cpu["raw"], cpu["settled"])
 
 
-def report(results: list[Result], skipped: dict[str, str], messages: int) -> str:
+def report(results: list[Result], skipped: dict[str, str]) -> str:
     lines = [
-        "| broker | bare client | msg/s | Settled, msg/s | ratio | CPU, µs a message: bare | Settled |",
-        "|---|---|---|---|---|---|---|",
+        "| broker | bare client | messages | bare, msg/s | Settled, msg/s | ratio | bare, µs | Settled, µs |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         raw, settled = statistics.median(result.raw), statistics.median(result.settled)
         mark = "" if result.ratio >= GOAL else " (below the goal)"
         lines.append(
-            f"| {NAMES[result.name]} | {result.client} | {raw:,.0f} | {settled:,.0f} | "
+            f"| {NAMES[result.name]} | {result.client} | {result.messages:,} | {raw:,.0f} | {settled:,.0f} | "
             f"{result.ratio:.2f}{mark} | {statistics.median(result.raw_cpu):,.0f} | "
             f"{statistics.median(result.settled_cpu):,.0f} |"
         )
     lines += [f"\nNot run: {NAMES[name]}: {why}" for name, why in skipped.items()]
     rounds = len(results[0].raw) if results else 0
     lines.append(
-        f"\n{messages:,} messages of about 80 bytes, medians of {rounds} rounds; "
+        f"\nMessages of about 80 bytes, medians of {rounds} rounds; "
         f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}."
     )
     return "\n".join(lines)
@@ -170,7 +180,7 @@ def main() -> None:
             skipped[name] = f"needs {error.name}"
         except TimeoutError:
             skipped[name] = f"not through within {PATIENCE:g} s"
-    text = report(results, skipped, arguments.messages)
+    text = report(results, skipped)
     print(text)
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)))

@@ -245,15 +245,16 @@ def test_a_member_that_has_records_in_hand_still_gives_up_a_partition(kafka: Clu
         here.ack(one(here))
         there = broker.channel()
         theirs: list[Any] = []
-        for _ in range(150):
+        for _ in range(190):
             # Far fewer than were fetched at once: without a poll in between, the group would wait for them.
             for delivery in here.receive(1, 0):
-                here.ack(delivery)
-            theirs += there.receive(1, 0.2)
+                # While the group changes, the partition may be somebody else's, or the commit be refused.
+                with contextlib.suppress(LeaseLost, KafkaException):
+                    here.ack(delivery)
+            theirs += there.receive(1, 0.3)
             if theirs:
                 break
         assert theirs
-        there.ack(theirs[0])
 
 
 def test_attempts_and_delays_are_the_next_consumers_too(broker: KafkaBroker) -> None:
