@@ -272,15 +272,17 @@ def main() -> None:
         print("| variant | batch, k msg/s | wall, k msg/s | processor, µs a message | driver side, MiB |")
         print("|---|---|---|---|---|", flush=True)
         for variant in VARIANTS:
-            runs = [measure(spark, dsn, "bench", variant, folder) for _ in range(3)]
-            print(min(runs[1:], key=lambda run: run.batch).row(variant), flush=True)
+            # The JVM goes on compiling for a few million rows.
+            runs = [measure(spark, dsn, "bench", variant, folder) for _ in range(6)]
+            print(min(runs[3:], key=lambda run: run.batch).row(variant), flush=True)
         for size in (10_000, 100_000, 250_000):
             measured = measure(spark, dsn, "bench", "handler fused", folder, max_rows=size)
             print(measured.row(f"fused, {size:,} a batch"), flush=True)
-        small = measure(spark, dsn, "small", "handler fused", folder, max_rows=10).batches[5:]
-        print(
-            f"floor, 10 messages a batch: {statistics.median(small):.3f} s ({len(small)} batches)", flush=True
-        )
+        for _ in range(2):
+            small = measure(spark, dsn, "small", "handler fused", folder, max_rows=10)
+        floor, steps = statistics.median(small.batches[5:]), small.steps[5:]
+        parts = ", ".join(f"{name} {statistics.median(s[name] for s in steps)} ms" for name in steps[0])
+        print(f"floor, 10 messages a batch: {floor:.3f} s ({len(steps)} batches; {parts})", flush=True)
         spark.stop()
     print(f"load {', '.join(f'{load:.1f}' for load in os.getloadavg())}", flush=True)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,44 @@ def test_an_explicit_handler_settles_its_message(
     assert shop.pop_all(queue + "-out") == {"p0": [{"lane": "p0", "attempt": 1, "tenant": "acme"}]}
     [dead] = shop.dead(queue)
     assert (dead.error, dead.headers) == ("broken glass", {"tenant": "acme"})
+
+
+@pytest.mark.parametrize("mode", ["udf", "fused"])
+def test_a_handler_of_payloads_may_ask_for_its_message(spark: SparkSession, shop: Shop, mode: str) -> None:
+    queue = shop.queue()
+    shop.push(queue, [Order(i) for i in range(30)], lanes=3)
+    # What waited for its retry is read by itself, far from the rest of its partition.
+    first = read_queue(spark, queue, "g", url=shop.dsn, streaming=False)
+    settle_batch(first.withColumn("outcome", F.when(F.col("sequence") % 4 == 1, "retry")))
+    shop.push(queue, [Order(i) for i in range(30, 60)], lanes=3)
+
+    def facts(order: Order) -> dict[str, Any]:
+        message = current_message()
+        assert message is not None
+        at = message.metadata.timestamp
+        return {
+            "id": message.id,
+            "lane": message.lane,
+            "attempt": message.attempt,
+            "at": at,
+            "order": order.id,
+        }
+
+    df = attempted(mode, spark, shop, queue, facts, streaming=False)
+    at = F.unix_micros("created_at").alias("at")
+    rows = df.select("message_id", "partition", "attempt", at, "result", "payload").collect()
+    assert {row["attempt"] for row in rows} == {1, 2}
+    assert len({row["message_id"] for row in rows}) == len(rows) > 30
+    for row in rows:
+        told = msgspec.json.decode(row["result"])
+        order = msgspec.json.decode(row["payload"])["id"]
+        assert (told["id"], told["lane"], told["attempt"]) == (
+            row["message_id"],
+            row["partition"],
+            row["attempt"],
+        )
+        assert (told["order"], row["partition"]) == (order, f"p{order % 3}")
+        assert msgspec.convert(told["at"], datetime) == datetime.fromtimestamp(row["at"] / 1e6, UTC)
 
 
 def test_decorators_and_policies_work_as_in_a_pump(spark: SparkSession, shop: Shop) -> None:

@@ -198,8 +198,12 @@ def attempt(handler: Callable[..., Any], *, result: Any = None, **policy: Unpack
         job = _job(handler, origin, result, policy_of(policy))
         kind = BinaryType() if job.result is None else spark_type(result)
         data = "data" if "data" in df.columns else "payload"
-        columns = ["lane", "sequence", "attempt", "headers", "message_id", "partition", "created_at", data]
-        udf = attempting(dumps(job), kind)
+        columns = ["lane", "sequence", "attempt", "headers", data]
+        # A handler of payloads seldom asks for more, and each column is copied four times on its way.
+        again = None if is_nats(origin.url) or job.subscription().policy.explicit else origin.url
+        if again is None:
+            columns += ["message_id", "partition", "created_at"]
+        udf = attempting(dumps(job), kind, again)
         own = [name for name in df.columns if name not in ("outcome", "delay", "error", "result")]
         return df.select(*own, udf(*columns).alias("_attempt")).select(
             *own,

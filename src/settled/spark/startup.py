@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LOG = "settled-log4j2.properties"
-_LOCAL = {
-    "spark.driver.bindAddress": "127.0.0.1",
-    "spark.driver.host": "127.0.0.1",
+_LOOPBACK = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
+_LOCAL_DISK = {
     # The usual one starts a `readlink` and a `chmod` for each of a checkpoint's files, two dozen a batch.
     "spark.sql.streaming.checkpointFileManagerClass": "org.apache.spark.sql.execution.streaming."
     "checkpointing.FileSystemBasedCheckpointFileManager",
@@ -48,6 +47,7 @@ def session(
     from settled.spark.source import SettledSource
 
     master = master or os.environ.get("SPARK_MASTER", "local[*,4]")
+    remote = any(name in os.environ for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"))
     local = master.startswith("local")
     prepare(local=local)
     options = f"-Dlog4j2.configurationFile=file:{_log_file()} {_ARROW}" + (
@@ -66,10 +66,11 @@ def session(
         "spark.executor.extraJavaOptions": _ARROW,
         "spark.executorEnv.PYTHONHASHSEED": "0",
         "spark.sql.streaming.metricsEnabled": "false",
-        **(_LOCAL if local else {}),
+        **(_LOOPBACK if local else {}),
+        **(_LOCAL_DISK if local and not remote else {}),
         **(conf or {}),
     }
-    if not any(name in os.environ for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED")):
+    if not remote:
         # A task that loses its connection is tried again, as on a cluster.
         builder = builder.master(master)
     for name, value in settings.items():

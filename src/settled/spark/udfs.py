@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -11,14 +13,18 @@ from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import DoubleType, StringType, StructField, StructType
 
 from settled import codec
+from settled.queue.manifest import Range
 from settled.settlement import describe
 from settled.spark.attempts import Attempts, Rows, outcome_arrays
-from settled.spark.fused import arrow_type
+from settled.spark.fused import arrow_type, as_rows
+from settled.spark.rows import slices
 from settled.spark.shipping import dumps, loads
 from settled.spark.types import to_plain
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
+
+Fact = Callable[[int], Any]
 
 
 def decoded(type_: Any, kind: Any) -> Callable[[Column], Column]:
@@ -46,8 +52,11 @@ def decoded(type_: Any, kind: Any) -> Callable[[Column], Column]:
     return cast("Callable[[Column], Column]", make(parse, returns))
 
 
-def attempting(shipped: str, kind: Any) -> Any:
-    """A function of columns that attempts rows; a row that is acknowledged without a result is null."""
+def attempting(shipped: str, kind: Any, again: str | None) -> Any:
+    """A function of columns that attempts rows; a row that is acknowledged without a result is null.
+
+    Message ids, partitions and times are columns too, or are read `again` from the queue of that address.
+    """
 
     returns = StructType(
         [
@@ -62,7 +71,10 @@ def attempting(shipped: str, kind: Any) -> Any:
         attempts = Attempts(loads(shipped))
         result = arrow_type(loads(shipped).result)
         for columns in batches:
-            arrays = outcome_arrays(attempts.run(_rows(*columns)), result)
+            arrays = outcome_arrays(
+                attempts.run(_rows(*columns[:5], *(columns[5:] or Facts(again, *columns[:2]).columns()))),
+                result,
+            )
             nothing = pa.compute.and_(arrays[0].is_null(), arrays[3].is_null())
             yield pa.StructArray.from_arrays(arrays, names=returns.names, mask=nothing)
 
@@ -71,15 +83,46 @@ def attempting(shipped: str, kind: Any) -> Any:
     return make(run, returns).asNondeterministic()
 
 
+class Facts:
+    """What a handler may ask of its message and seldom does: read from the log again, many at a time."""
+
+    def __init__(self, url: str | None, lanes: pa.Array, seqs: pa.Array) -> None:
+        self._url = url
+        self._lanes, self._seqs = lanes.to_numpy(), seqs.to_numpy()
+        self._found: dict[tuple[int, int], tuple[str, str, datetime]] | None = None
+
+    def columns(self) -> tuple[Fact, Fact, Fact]:
+        """Message ids, partitions and times, by place."""
+        return partial(self._fact, 0), partial(self._fact, 1), partial(self._fact, 2)
+
+    def _fact(self, which: int, place: int) -> Any:
+        if self._found is None:
+            self._found = dict(self._read())
+        return self._found[(int(self._lanes[place]), int(self._seqs[place]))][which]
+
+    def _read(self) -> Iterator[tuple[tuple[int, int], tuple[str, str, datetime]]]:
+        from settled.spark.postgres import link_to
+
+        link = link_to(self._url or "")
+        lanes = np.unique(self._lanes).tolist()
+        for row in link.rows("partitions", lanes=lanes):
+            lane, name = row["id"], row["name"]
+            seqs = tuple(self._seqs[self._lanes == lane].tolist())
+            for part in slices(link, [Range(lane, name, 0, 0, len(seqs), "", seqs, {})]):
+                rows = as_rows(part)
+                for i, seq in enumerate(part.columns.seqs.tolist()):
+                    yield (lane, seq), (rows.ids(i), name, rows.created(i))  # type: ignore[misc]
+
+
 def _rows(
     lanes: pa.Array,
     seqs: pa.Array,
     attempts: pa.Array,
     headers: pa.Array,
-    ids: pa.Array,
-    partitions: pa.Array,
-    created: pa.Array,
     data: pa.Array,
+    ids: pa.Array | Fact,
+    partitions: pa.Array | Fact,
+    created: pa.Array | Fact,
 ) -> Rows:
     buffers = data.buffers()
     offsets = np.frombuffer(buffers[1], np.int32, len(data) + 1, 4 * data.offset)
@@ -93,7 +136,11 @@ def _rows(
         headers=None
         if headers.null_count == len(headers)
         else [dict(h) if h else None for h in headers.to_pylist()],
-        ids=lambda i: ids[i].as_py(),
-        created=lambda i: created[i].as_py(),
-        partition=lambda i: partitions[i].as_py(),
+        ids=_by_place(ids),
+        created=_by_place(created),
+        partition=_by_place(partitions),
     )
+
+
+def _by_place(column: pa.Array | Fact) -> Fact:
+    return (lambda i: column[i].as_py()) if isinstance(column, pa.Array) else column

@@ -73,6 +73,9 @@ select s.first_seq, s.n, (extract(epoch from s.created_at) * 1000000)::bigint as
   join segment s on s.lane_id = %(lane)s and s.first_seq = f.first
  order by s.first_seq
 
+-- name: partitions
+select id, name from lane where id = any (%(lanes)s)
+
 -- name: subscribe
 insert into subscription (group_id, queue_id, mode, starts_at)
 select g.id, q.id, case %(at)s when 'earliest' then 'all' when 'latest' then 'new' else 'timestamp' end,
