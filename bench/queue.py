@@ -128,6 +128,16 @@ def cpu_seconds() -> dict[str, float]:
     return used
 
 
+def settle_down(most: float = 20.0) -> None:
+    """Wait until nothing is tidied up any more of what the case before has left, such as rows to vacuum."""
+    until = time.monotonic() + most
+    calm = 0
+    while calm < 3 and time.monotonic() < until:
+        before = sum(cpu_seconds().values())
+        time.sleep(0.4)
+        calm = calm + 1 if sum(cpu_seconds().values()) - before < 0.04 else 0
+
+
 class Bench:
     """The cases, on one server and one plain queue."""
 
@@ -171,6 +181,7 @@ class Bench:
                 f"/api/v1/pop/queue/{queue}?batch=1000&partitions=1000&autoAck=true&consumerGroup=g{group}"
             )
         arguments = ("/api/v1/push", queue, str(size), str(LANES), "t")
+        settle_down()
         row = wrk(self.url, "push.lua", connections, self.seconds, *arguments, per_request=size)
         plain = ("/push", queue, str(size), str(LANES), fresh())
         row.plain = wrk(
@@ -185,6 +196,7 @@ class Bench:
             self.idle_partitions(queue, idle)
         self.fill(queue, round(rate * self.seconds * 1.2))
         path = f"/api/v1/pop/queue/{queue}?batch={batch}&autoAck=true"
+        settle_down()
         row = wrk(self.url, "pop.lua", connections, self.seconds, path, CLOCK)
         self.fill_plain(min(200_000, round(rate / 4 * self.seconds)))
         row.plain = wrk(
@@ -205,6 +217,7 @@ class Bench:
                 for messages in lanes:
                     out.write(ack_body(messages[start : start + size], size) + b"\n")
         path = "/api/v1/ack" if size == 1 else "/api/v1/ack/batch"
+        settle_down()
         row = wrk(
             self.url, "lines.lua", connections, self.seconds * 1.5, path, CLOCK, str(file), per_request=size
         )
@@ -227,6 +240,7 @@ class Bench:
         """Pop under a lease, ack, again."""
         queue = fresh()
         self.fill(queue, round(130_000 * self.seconds))
+        settle_down()
         row = wrk(self.url, "cycle.lua", 10, self.seconds, f"/api/v1/pop/queue/{queue}?batch=100")
         return self.measured(case, row)
 
