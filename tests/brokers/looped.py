@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from settled.transports.base import AsyncChannel, Channel, Outgoing, Published, 
 from settled.transports.looped import LoopTransport
 
 
-class LoopedBroker:
+class LoopedBroker(ABC):
     """One subscription on a loop in a thread, as an app's would be."""
 
     lane: str | None = None
@@ -47,8 +48,9 @@ class LoopedBroker:
     def wait(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    @abstractmethod
     def dead_letters(self) -> list[tuple[bytes, str]]:
-        raise NotImplementedError
+        """Body and error of what was rejected."""
 
     def read(self, source: Source) -> list[tuple[bytes, str]]:
         """Body and error of what is on another queue, which are settled by that."""

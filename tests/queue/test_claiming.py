@@ -87,6 +87,9 @@ async def test_leased_failed_deleted_and_expired_ones_among_many_lanes_are_as_if
     assert 5 not in got
     others = set(range(LANES)) - {1, 2, 3, 4, 5}
     assert {lane: got[lane] for lane in others} == {lane: [f"{lane}-1", f"{lane}-2"] for lane in others}
+    # A lane that had nothing to give is not leased for nothing.
+    await push(one, "q", "5-9", partition="p5")
+    assert ids(await pop(one, "q", partition="p5")) == ["5-9"]
 
 
 @with_engine

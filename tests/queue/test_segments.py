@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 
 from hypothesis import given
@@ -75,3 +77,20 @@ def test_remembered_ids_are_found_wherever_they_are_kept(segments: list[list[int
 def test_a_lease_id_names_its_lane_and_group(lane: int, group: int, wide: bool) -> None:
     assert read_lease(new_lease(lane, group, wide=wide)) == (lane, group, wide)
     assert new_lease(lane, group, wide=wide) != new_lease(lane, group, wide=wide)
+
+
+FORK = """
+import os
+from settled.queue.segment import new_base
+new_base()  # what is drawn from now on would be a child's too
+ours, theirs = os.pipe()
+if os.fork() == 0:
+    os.write(theirs, new_base()[6:])
+    os._exit(0)
+print(os.read(ours, 10) != new_base()[6:])
+"""
+
+
+def test_a_forked_process_draws_other_ids_than_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.http import Http, ack_of
+from tests.server.http import Answer, Http, ack_of
 
 UUID = str(uuid.uuid4())
 
@@ -87,6 +87,21 @@ def test_a_bad_body_is_400_and_says_what_is_wrong(http: Http, path: str, body: b
     assert answer.status == 400, answer
     assert said in answer.body["error"]
     assert answer.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("bad", ["", "x" * 256, "a\x00b", "\x00", "é" * 256])
+@pytest.mark.parametrize("beside", [[], ["good"]])
+def test_a_bad_id_is_refused_though_the_partition_is_known_and_takes_nothing_along(
+    http: Http, queue: str, bad: str, beside: list[str]
+) -> None:
+    def push(*ids: str) -> Answer:
+        return http("POST", "/api/v1/push", {"items": [{"queue": queue, "transactionId": i} for i in ids]})
+
+    assert push("first").status == 201
+    refused = push(*beside, bad)
+    assert (refused.status, refused.body["field"]) == (400, f"items[{len(beside)}].transactionId")
+    popped = http("GET", f"/api/v1/pop/queue/{queue}", batch=10).body["messages"]
+    assert [message["transactionId"] for message in popped] == ["first"]
 
 
 def test_a_bad_option_is_named_as_a_field(http: Http, queue: str) -> None:
