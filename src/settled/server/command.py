@@ -15,13 +15,13 @@ def serve(
         int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
     ] = PORT,
     workers: Annotated[
-        int | None, typer.Option(help="Server processes [default: a quarter of the cores].", min=1)
+        int | None, typer.Option(help="Server processes; by default a quarter of the cores.", min=1)
     ] = None,
     dsn: Annotated[str | None, typer.Option(help="Use this Postgres instead of an embedded one.")] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="The embedded Postgres's directory [default: SETTLED_HOME or the user's data directory]."
+            help="The embedded Postgres's directory; by default SETTLED_HOME or the user's data directory."
         ),
     ] = None,
     body_limit: Annotated[int, typer.Option(help="Largest request body, in bytes.", min=1024)] = BODY_LIMIT,
