@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -150,6 +151,38 @@ async def test_memory_of_ids_is_kept_for_partitions_in_use(engine: Engine) -> No
             assert (await push(engine, queue, "id-3"))[0].status == status
     finally:
         janitor.REMEMBERED_IDS = limit
+
+
+@with_engine
+async def test_ids_of_partitions_left_alone_are_packed(engine: Engine) -> None:
+    memory = engine._core.registry.memory
+    await push(engine, "idle", *(f"id-{i}" for i in range(80)))
+    idle = _lane(engine, "idle").remembered
+    assert idle in memory.loose
+    memory.rounds += 1
+    await push(engine, "used", *(f"id-{i}" for i in range(80)))
+    used = _lane(engine, "used").remembered
+    await engine._core.janitor._forget()
+    assert idle not in memory.loose
+    assert used in memory.loose or used.used < memory.rounds - 1  # the background janitor may have come by
+    assert (idle.known, idle.size) == (80, 80)
+    again = await push(engine, "idle", "id-3", "new", "id-79")
+    assert [r.status for r in again] == ["duplicate", "queued", "duplicate"]
+
+
+@with_engine
+async def test_a_pop_reads_ahead_only_what_is_small(engine: Engine) -> None:
+    cache = engine._core.cache
+    for queue, payload in (("small", b"1"), ("large", b'"' + os.urandom(40_000).hex().encode() + b'"')):
+        for i in range(10):
+            await engine.push([PushItem(queue, payload, transaction_id=f"id-{i}")])
+        lane = _lane(engine, queue).id
+        cache.forget_lane(lane)
+        first = await engine.pop(PopRequest(queue, batch=1, auto_ack=True))
+        assert [m.transaction_id for m in first.messages()] == ["id-0"]
+        assert len(cache.run(lane, 0, 10)[0]) == (10 if queue == "small" else 1)
+        rest = await engine.pop(PopRequest(queue, batch=100, auto_ack=True))
+        assert [m.transaction_id for m in rest.messages()] == [f"id-{i}" for i in range(1, 10)]
 
 
 @with_engine

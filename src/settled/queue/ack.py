@@ -13,6 +13,7 @@ from settled.queue.acks import AckQueue, Acks, ack_plainly, bit_string
 from settled.queue.db import Link
 from settled.queue.errors import BadRequest, Unavailable
 from settled.queue.marks import LEASE_LOST, Mark, Settlement, overlaps
+from settled.queue.turns import Turns
 from settled.queue.types import AckItem, AckResult
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Settler:
         self._pending: deque[Settlement] = deque()
         self.plain = AckQueue(worker, ready, leases, clock, activity)
         self._out: set[tuple[int, int]] = set()
-        self._wake = asyncio.Event()
+        self._turns = Turns()
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self.calls = 0
@@ -74,7 +75,7 @@ class Settler:
     async def close(self) -> None:
         """Settle what is waiting and stop."""
         self._closing = True
-        self._wake.set()
+        self._turns.ring()
         await asyncio.gather(*self._tasks)
         for link in self._links:
             await link.close()
@@ -97,7 +98,7 @@ class Settler:
         if lease is None or not mask:
             return False
         self.plain.pending.append(Acks(lane, lease, mask, len(transaction_ids), done))
-        self._wake.set()
+        self._turns.ring(len(self.plain.pending))
         return True
 
     async def settle(self, items: Sequence[AckItem], group: str, *, atomic: bool) -> list[AckResult]:
@@ -112,7 +113,7 @@ class Settler:
                     raise Unavailable("the engine is closing")
                 settlement = Settlement([m for m in marks if m is not None], atomic)
                 self._pending.append(settlement)
-                self._wake.set()
+                self._turns.ring()
                 await settlement.future
             stale = [
                 m
@@ -182,9 +183,10 @@ class Settler:
 
     async def _run(self, link: Link) -> None:
         while True:
-            acks = self.plain.take(self._out)
+            acks = self.plain.take(self._out) if self._turns.may_start(len(self.plain.pending)) else {}
             if acks:
-                await self._hold(acks, self.plain.apply(link, acks))
+                with self._turns.out(sum(map(len, acks.values()))):
+                    await self._hold(acks, self.plain.apply(link, acks))
             taken = self._take()
             if taken:
                 leases = {mark.lease for settlement in taken for mark in settlement.marks}
@@ -192,8 +194,7 @@ class Settler:
             if not acks and not taken:
                 if self._closing and not self._pending and not self.plain.pending:
                     return
-                self._wake.clear()
-                await self._wake.wait()
+                await self._turns.wait()
 
     async def _hold(self, leases: Iterable[Lease], work: Coroutine[Any, Any, None]) -> None:
         """Keep other calls off these lanes while the work is done."""
@@ -203,7 +204,7 @@ class Settler:
             await work
         finally:
             self._out -= keys
-            self._wake.set()
+            self._turns.ring()
 
     async def _finish(self, link: Link, settlements: list[Settlement]) -> None:
         """Apply and answer; what the database refuses together is tried one by one, so only the bad fails."""
@@ -350,9 +351,8 @@ class Settler:
             if row["status"] == "single":
                 outcomes[row["item"]] = (row["outcome"], row["attempts"])
                 continue
-            key = (row["lane_id"], row["group_id"])
             if row["status"] == "released":
-                released.add(key)
+                released.add((row["lane_id"], row["group_id"]))
                 lane = self._registry.lanes_by_id.get(row["lane_id"])
                 if lane is not None and row["pending"]:
                     due = row["due"].timestamp() if row["due"] is not None else None
@@ -363,7 +363,7 @@ class Settler:
                 elif lane is not None:
                     self._ready.freed(lane.queue.id, lane.id, row["group_id"])
         for lease, marks in ranges.items():
-            free = (lease.lane_id, lease.group_id) in released
+            free = lease.key in released
             queue, partition = marks[0].lane.queue.name, marks[0].lane.name
             for mark in marks:
                 mark.result = AckResult(
@@ -372,7 +372,7 @@ class Settler:
             self.settled += len(marks)
         for at, mark in enumerate(singles):
             outcome, attempts = outcomes[at]
-            free = (mark.lease.lane_id, mark.lease.group_id) in released
+            free = mark.lease.key in released
             mark.result = AckResult(
                 mark.item.transaction_id, True, outcome, None, mark.lane.queue.name, mark.lane.name, free,  # type: ignore[arg-type]
                 outcome == "failed_dlq", attempts,
@@ -381,7 +381,7 @@ class Settler:
             if outcome in self.outcomes:
                 self.outcomes[outcome] += 1
         for lease in {*ranges, *(mark.lease for mark in singles)}:
-            if (lease.lane_id, lease.group_id) in released:
+            if lease.key in released:
                 self._leases.drop(lease)
 
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from settled.queue.db import Link, Pool
 
-READ_AHEAD = 500
 EPOCH_US = 1_000_000
 
 
@@ -117,7 +116,8 @@ class SegmentCache:
                 sql("segments"),
                 [m[0] for m in missing],
                 [m[1] for m in missing],
-                [m[2] + ahead for m in missing],
+                [m[2] for m in missing],
+                ahead,
             )
             fetched: dict[int, list[Any]] = {}
             for row in rows:

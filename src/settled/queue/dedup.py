@@ -1,4 +1,7 @@
-"""Which transaction ids a lane has seen: hashes in memory, about 14 bytes an id; callers verify each hit."""
+"""Which transaction ids a lane has seen: hashes in memory, about 14 bytes an id; callers verify each hit.
+
+The newest few of a lane are in a dict, at ten times that, until it is full or the lane is left alone.
+"""
 
 from __future__ import annotations
 
@@ -145,13 +148,17 @@ def sieve_of(runs: Sequence[Run]) -> Sieve | None:
 
 
 class Memory:
-    """How many ids all lanes of a worker remember; `rounds` are counted by whoever tidies up."""
+    """How many ids all lanes of a worker remember, and who has some in a dict.
 
-    __slots__ = ("rounds", "total")
+    `rounds` are counted by whoever tidies up.
+    """
+
+    __slots__ = ("loose", "rounds", "total")
 
     def __init__(self) -> None:
         self.total = 0
         self.rounds = 0
+        self.loose: set[Remembered] = set()
 
 
 class Remembered:
@@ -170,6 +177,7 @@ class Remembered:
     def forget(self) -> None:
         """Start over; the ids must be read again before the next push."""
         self._memory.total -= self.size
+        self._memory.loose.discard(self)
         self.known = self._marked = -1
         self.size = 0
         self._fresh: dict[int, int | list[int]] = {}
@@ -191,8 +199,9 @@ class Remembered:
         self.size += len(hashes)
         self._memory.total += len(hashes)
         self.used = self._memory.rounds
+        self._memory.loose.add(self)
         if len(fresh) > FRESH_LIMIT:
-            self._pack()
+            self.pack()
 
     def mark(self) -> None:
         """Something is about to be added that may come to nothing."""
@@ -289,7 +298,11 @@ class Remembered:
             for seq in seqs if isinstance(seqs, list) else (seqs,):
                 yield key, seq
 
-    def _pack(self) -> None:
+    def pack(self) -> None:
+        """Bring the newest ids, too, into the form that takes little room."""
+        self._memory.loose.discard(self)
+        if len(self._fresh) <= FEW:
+            return
         keys: Iterable[int] = self._fresh
         seqs: Iterable[Any] = self._fresh.values()
         if self._doubled:

@@ -150,6 +150,9 @@ class Janitor:
         """Keep this worker's memory bounded."""
         core, memory = self._core, self._core.registry.memory
         core.leases.drop_older(core.clock.now() - LEASE_MEMORY)
+        for remembered in [each for each in memory.loose if each.used < memory.rounds]:
+            remembered.pack()
+            await asyncio.sleep(0)
         memory.rounds += 1
         if memory.total <= REMEMBERED_IDS:
             self._warned = False

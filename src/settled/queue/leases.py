@@ -67,6 +67,8 @@ class Lease:
         """These messages as bits from `base` on; 0 if one is unknown, parked or named twice."""
         if self.parked:
             return 0
+        if len(transaction_ids) == self.length and transaction_ids == self.transaction_ids():
+            return (1 << self.length) - 1
         places = self._known().find_all(transaction_ids)
         first, last, count = min(places), max(places), len(places)
         if first < self.base or last >= self.base + self.length:
@@ -84,17 +86,17 @@ class Lease:
 
     def transaction_ids(self) -> list[str]:
         """The messages under this lease, in the order in which they were handed out."""
-        return self._known().ids()
+        if self._places is not None:
+            return self._places.ids()
+        ids: list[str] = []
+        for piece in self._pieces:
+            ids += piece.segment.txs_of(piece.offsets)
+        return ids
 
     def _known(self) -> Places:
         if self._places is None:
-            ids: list[str] = []
-            seqs: list[int] = []
-            for piece in self._pieces:
-                txs, first = piece.segment.txs(), piece.segment.first_seq
-                ids += [txs[offset] for offset in piece.offsets]
-                seqs += [first + offset for offset in piece.offsets]
-            self._places, self._pieces = Places(ids, seqs), []
+            seqs = [piece.segment.first_seq + offset for piece in self._pieces for offset in piece.offsets]
+            self._places, self._pieces = Places(self.transaction_ids(), seqs), []
         return self._places
 
 

@@ -14,6 +14,7 @@ from settled.queue.db import Link, sql
 from settled.queue.leases import Lease
 from settled.queue.pieces import cut, deal
 from settled.queue.popped import Empty, Popped, PoppedLane
+from settled.queue.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from settled.queue.segment import Segment
 
 CLAIMERS = 2
-READ_AHEAD = 400
+READ_AHEAD = 1500  # messages of a lane that may be read with those asked for, if they are small
 _place = attrgetter("lane_id", "group_id")
 _first_seq = attrgetter("first_seq")
 
@@ -59,7 +60,7 @@ class Popper:
         self._clock = clock
         self._links = [Link(dsn) for _ in range(CLAIMERS)]
         self._pending: list[Ask] = []
-        self._wake = asyncio.Event()
+        self._turns = Turns()
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self.claims = 0
@@ -73,7 +74,7 @@ class Popper:
     async def close(self) -> None:
         """Answer what is in flight and stop."""
         self._closing = True
-        self._wake.set()
+        self._turns.ring()
         self._ready.reset()
         self._registry.announce()
         await asyncio.gather(*self._tasks)
@@ -108,7 +109,7 @@ class Popper:
     def submit(self, ask: Ask) -> None:
         """Put an ask into the next claim; its `done` is called when it was answered."""
         self._pending.append(ask)
-        self._wake.set()
+        self._turns.ring(len(self._pending))
 
     async def claim_alone(self, ask: Ask) -> None:
         """Try once, sharing nothing with anybody."""
@@ -117,20 +118,20 @@ class Popper:
 
     async def _run(self, link: Link) -> None:
         while True:
-            while not self._pending:
-                if self._closing:
+            while not self._pending or not self._turns.may_start(len(self._pending)):
+                if self._closing and not self._pending:
                     return
-                self._wake.clear()
-                await self._wake.wait()
+                await self._turns.wait()
             asks, self._pending = [ask for ask in self._pending if not ask.gone], []
-            try:
-                await self._flush(link, asks)
-            except asyncpg.PostgresError:
-                for ask in asks:
-                    await self._try_alone(link, ask)
-            except Exception as error:  # the callers must hear of it, whatever it is
-                for ask in asks:
-                    ask.finish(error)
+            with self._turns.out(len(asks)):
+                try:
+                    await self._flush(link, asks)
+                except asyncpg.PostgresError:
+                    for ask in asks:
+                        await self._try_alone(link, ask)
+                except Exception as error:  # the callers must hear of it, whatever it is
+                    for ask in asks:
+                        ask.finish(error)
             for ask in asks:
                 if ask.gone and ask.popped is not None:
                     self._abandoned(ask.popped)

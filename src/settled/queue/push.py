@@ -15,6 +15,7 @@ from settled.queue.cache import micros
 from settled.queue.db import Link, listed, sql
 from settled.queue.errors import Unavailable
 from settled.queue.recall import Recall, read
+from settled.queue.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -51,7 +52,7 @@ class Pusher:
         self._links = [Link(dsn) for _ in range(FLUSHERS)]
         self._recall = Recall(dsn, self.free)
         self._dirty: dict[Lane, None] = {}
-        self._wake = asyncio.Event()
+        self._turns = Turns()
         self._freed = asyncio.Event()
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -67,7 +68,7 @@ class Pusher:
     async def close(self) -> None:
         """Flush what is waiting and stop."""
         self._closing = True
-        self._wake.set()
+        self._turns.ring()
         await asyncio.gather(*self._tasks)
         await self._recall.close()
         for link in self._links:
@@ -107,7 +108,7 @@ class Pusher:
         lane.pending.append(chunk)
         if not lane.busy:
             self._dirty[lane] = None
-            self._wake.set()
+            self._turns.ring(len(self._dirty))
 
     async def exclusive(self, lanes: Iterable[Lane]) -> list[Lane]:
         """Keep lanes out of flushes until `free`; taken in one order, so callers cannot block each other."""
@@ -129,27 +130,28 @@ class Pusher:
         self._freed.set()
         self._freed = asyncio.Event()
         if self._dirty:
-            self._wake.set()
+            self._turns.ring(len(self._dirty))
 
     async def _run(self, link: Link) -> None:
         while True:
-            while not self._dirty:
-                if self._closing and not self._recall.busy:
+            while not self._dirty or not self._turns.may_start(len(self._dirty)):
+                if self._closing and not self._dirty and not self._recall.busy:
                     return
-                self._wake.clear()
-                await (self._recall.idle() if self._closing else self._wake.wait())
+                reading = self._closing and not self._dirty
+                await (self._recall.idle() if reading else self._turns.wait())
             batches = self._take()
             if not batches:
                 continue
-            try:
-                await self._flush(link, batches)
-            except Exception as error:  # the callers must hear of it, whatever it is
-                for batch in batches:
-                    batch.lane.remembered.rewind()
-                    if not batch.answered:
-                        batch.fail(error)
-            finally:
-                self.free(batch.lane for batch in batches)
+            with self._turns.out(len(batches)):
+                try:
+                    await self._flush(link, batches)
+                except Exception as error:  # the callers must hear of it, whatever it is
+                    for batch in batches:
+                        batch.lane.remembered.rewind()
+                        if not batch.answered:
+                            batch.fail(error)
+                finally:
+                    self.free(batch.lane for batch in batches)
 
     def _take(self) -> list[Batch]:
         """What waits, as far as it fits into a flush; lanes whose ids were not read yet are read first."""

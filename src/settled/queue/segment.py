@@ -263,10 +263,18 @@ class Segment:
 
     def txs(self) -> list[str]:
         """All transaction ids."""
+        return self.txs_of(range(self.n)) if self._tx is not None else self.ids()
+
+    def txs_of(self, offsets: range | Sequence[int]) -> list[str]:
+        """The transaction ids of some messages."""
         if self._tx is None:
-            return self.ids()
-        own = [t.decode() for t in self._tx]
-        return own if all(own) else [t or i for t, i in zip(own, self.ids(), strict=True)]
+            ids = self.ids()
+            return [ids[offset] for offset in offsets]
+        if isinstance(offsets, range):
+            own = [tx.decode() for tx in self._tx[offsets.start : offsets.stop]]
+        else:
+            own = [self._tx[offset].decode() for offset in offsets]
+        return own if all(own) else [tx or self.id(at) for tx, at in zip(own, offsets, strict=True)]
 
     def own_tx(self) -> list[bytes] | None:
         """Transaction ids as pushed (UTF-8, empty where none was given), or None where no message had one."""

@@ -1,0 +1,55 @@
+"""When the next shared call to the database starts: few large calls are cheaper than many small ones."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PATIENCE = 0.02  # seconds; a call that takes longer waits for a lock, and those behind it should not
+
+
+class Turns:
+    """Lets a call start when none is out, or when at least as much waits as those that are out have taken.
+
+    A call that is out for long does not count any more.
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._out = 0
+
+    def may_start(self, waiting: int) -> bool:
+        """Whether a call for what waits should start now."""
+        return waiting >= self._out
+
+    def ring(self, waiting: int | None = None) -> None:
+        """Wake whoever starts calls, if so much waits that one should; without a number in any case."""
+        if waiting is None or waiting >= self._out:
+            self._event.set()
+
+    async def wait(self) -> None:
+        """Wait for the next ring, or for a call that comes back."""
+        self._event.clear()
+        await self._event.wait()
+
+    @contextmanager
+    def out(self, count: int) -> Iterator[None]:
+        """A call for so many is out."""
+
+        def back() -> None:
+            nonlocal count
+            self._out -= count
+            count = 0
+            self._event.set()
+
+        self._out += count
+        timer = asyncio.get_running_loop().call_later(PATIENCE, back)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            back()
