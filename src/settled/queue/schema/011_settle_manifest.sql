@@ -1,3 +1,37 @@
+-- Note which staged outcomes are of parked messages. Hashed, not looped over, whatever the planner makes of tables without
+-- statistics: with many failures a loop takes minutes.
+create function note_parked(p_reader int, p_number bigint, p_writes uuid[]) returns void
+language plpgsql set enable_nestloop = off as $$
+begin
+    with p as materialized (
+        select g.lane_id, u.seq from manifest_range g, unnest(g.parked) u (seq) where g.reader_id = p_reader and g.number = p_number
+    )
+    update staged_outcome s set parked = true from p
+     where s.write = any (p_writes) and s.lane_id = p.lane_id and s.first_seq = p.seq;
+end
+$$;
+
+-- The failures of earlier deliveries that are over: neither come their messages again, nor are they held back.
+create function overcome(p_reader int, p_number bigint, p_writes uuid[], out lanes bigint[], out seqs bigint[])
+language plpgsql set enable_nestloop = off as $$
+begin
+    with f as materialized (
+        select g.lane_id, u.seq from manifest_range g, unnest(g.failed_seqs) u (seq)
+         where g.reader_id = p_reader and g.number = p_number
+    ), again as materialized (
+        select s.lane_id, s.first_seq, s.end_seq from staged_outcome s
+         where s.write = any (p_writes) and s.outcome in ('retry', 'release')
+    ), held as materialized (
+        select * from again where end_seq > first_seq + 1
+    )
+    select array_agg(f.lane_id), array_agg(f.seq) into lanes, seqs
+      from f
+      left join again a on a.lane_id = f.lane_id and a.first_seq = f.seq
+     where a.lane_id is null
+       and not exists (select from held h where h.lane_id = f.lane_id and h.first_seq <= f.seq and h.end_seq > f.seq);
+end
+$$;
+
 -- Settle a manifest: cursors, retries, dead letters and pushes, all or nothing, and once.
 --
 -- p_writes are the tasks' runs that count, p_outcomes and p_segments how many rows they staged. Whatever is not among
@@ -11,6 +45,7 @@ create function settle_manifest(
 declare
     r reader; m manifest; q record; g record; c consumer; v_now timestamptz; v_bits text; v_upto bigint; v_rest varbit;
     v_lost bigint; v_failed bigint; v_odd boolean; v_targets bigint[]; v_parked boolean; v_keep boolean;
+    v_id text := left(gen_random_uuid()::text, 28);  -- one for all, and a number for each: quicker to make and to index
 begin
     r := fenced(p_reader, p_holder);
     if p_number is null and r.serving = 0 then
@@ -64,17 +99,12 @@ begin
     v_now := clock_timestamp();
 
     if p_outcomes > 0 then
-        update staged_outcome s set
-               attempts = coalesce(e.attempts, 0) + (s.outcome <> 'release')::int,
-               outcome = case when s.outcome = 'invalid' or s.outcome = 'retry' and coalesce(e.attempts, 0) + 1 >= q.retry_limit
-                                   and (q.options ->> 'dlqAfterMaxRetries')::boolean
-                              then 'dead' else s.outcome end
-          from staged_outcome o
-          join manifest_range g on g.reader_id = r.id and g.number = m.number and g.lane_id = o.lane_id
-           and (o.first_seq >= g.first_seq and o.end_seq <= g.end_seq or o.first_seq = any (g.parked))
-          left join exception e on e.lane_id = o.lane_id and e.group_id = r.group_id and e.seq = o.first_seq
-         where s.write = any (p_writes) and o.write = s.write and s.ctid = o.ctid;
-        get diagnostics v_failed = row_count;
+        if exists (select from manifest_range g where g.reader_id = r.id and g.number = m.number and cardinality(g.parked) > 0) then
+            perform note_parked(r.id, m.number, p_writes);
+        end if;
+        select count(*) into v_failed from staged_outcome s
+          join manifest_range g on g.reader_id = r.id and g.number = m.number and g.lane_id = s.lane_id
+         where s.write = any (p_writes) and (s.parked or s.first_seq >= g.first_seq and s.end_seq <= g.end_seq);
         if v_failed <> p_outcomes then
             raise exception using errcode = 'SE004', message = format(
                 '%s rows do not belong to batch %s of queue %L: settle rows of one queue, with their own lane and sequence',
@@ -84,12 +114,23 @@ begin
             raise exception using errcode = 'SE004', message = format(
                 'a message of batch %s has two outcomes: settle each row once', m.number);
         end if;
+        update staged_outcome s set (attempts, outcome) = (
+               select b.attempts + (s.outcome <> 'release')::int,
+                      case when s.outcome = 'invalid' or s.outcome = 'retry' and b.attempts + 1 >= q.retry_limit
+                                and (q.options ->> 'dlqAfterMaxRetries')::boolean
+                           then 'dead' else s.outcome end
+                 from (select coalesce((select e.attempts from exception e where e.lane_id = s.lane_id
+                                           and e.group_id = r.group_id and e.seq = s.first_seq), 0) as attempts) b)
+         where s.write = any (p_writes)
+           and (s.outcome in ('invalid', 'release') or q.retry_limit <= 1
+                or exists (select from exception e
+                            where e.lane_id = s.lane_id and e.group_id = r.group_id and e.seq = s.first_seq));
         if not v_parked then
             -- In order: behind a message that comes again, everything else of its lane comes again too.
             with hold as (
                 select s.lane_id, min(s.first_seq) as seq, g.end_seq from staged_outcome s
                   join manifest_range g on g.reader_id = r.id and g.number = m.number and g.lane_id = s.lane_id
-                 where s.write = any (p_writes) and s.outcome in ('retry', 'release') and not s.first_seq = any (g.parked)
+                 where s.write = any (p_writes) and s.outcome in ('retry', 'release') and not s.parked
                  group by s.lane_id, g.end_seq
             ), gone as (
                 delete from staged_outcome s using hold h
@@ -98,8 +139,8 @@ begin
                 update staged_outcome s set end_seq = h.seq + 1 from hold h
                  where s.write = any (p_writes) and s.lane_id = h.lane_id and s.first_seq = h.seq
             )
-            insert into staged_outcome (write, lane_id, first_seq, end_seq, outcome)
-            select p_writes[1], h.lane_id, h.seq + 1, h.end_seq, 'release' from hold h where h.seq + 1 < h.end_seq;
+            insert into staged_outcome (write, lane_id, first_seq, end_seq, outcome, attempts)
+            select p_writes[1], h.lane_id, h.seq + 1, h.end_seq, 'release', 0 from hold h where h.seq + 1 < h.end_seq;
             if exists (select from staged_segment t join staged_outcome s on s.lane_id = t.source_lane
                         where t.write = any (p_writes) and s.write = any (p_writes) and s.outcome in ('retry', 'release')
                           and t.source_last >= s.first_seq) then
@@ -109,19 +150,18 @@ begin
             end if;
         end if;
 
-        insert into dead_letter (lane_id, lane_uid, queue_id, queue, partition, consumer_group, seq, message_id,
+        insert into dead_letter (id, lane_id, lane_uid, queue_id, queue, partition, consumer_group, seq, message_id,
                                  transaction_id, error, attempts, headers, payload, created_at, failed_at)
-        select s.lane_id, l.uid, q.id, q.name, l.name, q.consumer_group, s.first_seq, s.message_id, s.transaction_id,
+        select (v_id || lpad(to_hex(row_number() over ()), 8, '0'))::uuid,
+               s.lane_id, l.uid, q.id, q.name, l.name, q.consumer_group, s.first_seq, s.message_id, s.transaction_id,
                coalesce(s.error, 'Retries exhausted'), s.attempts, coalesce(s.headers, ''::bytea), s.payload, s.created_at, v_now
           from staged_outcome s join lane l on l.id = s.lane_id
          where s.write = any (p_writes) and s.outcome = 'dead' and v_keep;
     end if;
 
     if v_odd then
-        delete from exception e using manifest_range g, unnest(g.failed_seqs) f (seq)
-         where g.reader_id = r.id and g.number = m.number and e.lane_id = g.lane_id and e.group_id = r.group_id and e.seq = f.seq
-           and not exists (select from staged_outcome s where s.write = any (p_writes) and s.lane_id = e.lane_id
-                            and s.first_seq <= e.seq and s.end_seq > e.seq and s.outcome in ('retry', 'release'));
+        delete from exception e using overcome(r.id, m.number, p_writes) o, unnest(o.lanes, o.seqs) f (lane, seq)
+         where e.lane_id = f.lane and e.group_id = r.group_id and e.seq = f.seq;
     end if;
     if p_outcomes > 0 then
         -- Doubled for each attempt, up to an hour or the configured delay if that is longer. What is released for a
@@ -129,9 +169,8 @@ begin
         insert into exception as e (lane_id, group_id, seq, attempts, due, parked, error, failed_at)
         select s.lane_id, r.group_id, s.first_seq, s.attempts, v_now + make_interval(secs => coalesce(s.delay,
                  least(q.retry_delay / 1000.0 * 2 ^ least(s.attempts - 1, 30), greatest(3600, q.retry_delay / 1000.0)))),
-               v_parked or s.first_seq = any (g.parked), s.error, v_now
+               v_parked or s.parked, s.error, v_now
           from staged_outcome s
-          join manifest_range g on g.reader_id = r.id and g.number = m.number and g.lane_id = s.lane_id
          where s.write = any (p_writes) and (s.outcome = 'retry' or s.outcome = 'release' and s.delay > 0)
             on conflict (lane_id, group_id, seq) do update
            set attempts = excluded.attempts, due = excluded.due, error = excluded.error, parked = excluded.parked, failed_at = v_now;
@@ -158,7 +197,7 @@ begin
               into v_bits, v_upto
               from (select s.first_seq, s.end_seq, lag(s.end_seq, 1, g.first_seq) over (order by s.first_seq) as after
                       from staged_outcome s
-                     where s.write = any (p_writes) and s.lane_id = g.lane_id and not s.first_seq = any (g.parked)
+                     where s.write = any (p_writes) and s.lane_id = g.lane_id and not s.parked
                        and (s.outcome in ('retry', 'release') and not v_parked
                             or s.outcome = 'release' and coalesce(s.delay, 0) <= 0)) p;
         end if;

@@ -1,0 +1,117 @@
+"""Batches of a pipeline with many failures, settled in a database that has no statistics yet."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from uuid import UUID, uuid4
+
+import pytest
+
+from settled.queue.engine import Engine
+from settled.queue.errors import Conflict
+from settled.queue.manifest import Reader
+from settled.queue.types import PushItem
+from tests.queue.helpers import push
+
+MANY = 10_000
+
+
+def _fill(dsn: str, count: int, **options: object) -> None:
+    async def body() -> None:
+        async with await Engine.open(dsn) as engine:
+            await engine.configure("q", {"retryDelay": 1, "dlqAfterMaxRetries": True, **options})
+            await engine.push([PushItem("q", b"1") for _ in range(count)])
+
+    asyncio.run(body())
+
+
+def _batch(reader: Reader, count: int) -> tuple[int, int, list[int]]:
+    """The next batch, when there is one: its number, its lane and the messages in it."""
+    until = time.monotonic() + 30
+    while (number := reader.claim(count, None)) is None:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    (lane,) = reader.serve(number)
+    return number, lane.lane, [*lane.parked, *range(lane.first, lane.end)]
+
+
+def _stage(reader: Reader, lane: int, seqs: list[int], outcome: str) -> UUID:
+    write = uuid4()
+    with reader.link.get().cursor() as cursor:
+        cursor.execute(
+            "insert into staged_outcome (write, lane_id, first_seq, end_seq, outcome, error, message_id, "
+            "transaction_id, created_at, payload) select %s, %s, s, s + 1, %s, 'no', gen_random_uuid(), s, "
+            "now(), '1' from unnest(%s::bigint[]) s",
+            (write, lane, outcome, seqs),
+        )
+    return write
+
+
+def test_many_failures_are_settled_in_a_time_that_grows_with_their_number(dsn: str) -> None:
+    _fill(dsn, MANY, retry="parked", retryLimit=3)
+    reader = Reader(dsn, "q", "g", str(uuid4()), 60)
+    with reader.link:
+        reader.link.get().execute("set statement_timeout = '15s'")  # a loop within a loop would take longer
+        reader.hold(streaming=False)
+        for attempt in (1, 2, 3):
+            number, lane, seqs = _batch(reader, MANY)
+            assert len(seqs) == MANY
+            halves = [_stage(reader, lane, seqs[at::2], "retry") for at in (0, 1)]
+            done = reader.settle(number, halves, MANY, 0)
+            again = attempt < 3
+            assert (done.acked, done.retried, done.dead) == (0, MANY * again, MANY * (not again))
+        rows = reader.link.get().execute(
+            "select count(distinct id) as ids, count(distinct seq) as seqs, min(attempts) as least, "
+            "max(attempts) as most from dead_letter"
+        )
+        assert rows.fetchall() == [{"ids": MANY, "seqs": MANY, "least": 3, "most": 3}]
+        left = reader.link.get().execute("select count(*) as n from exception").fetchall()
+        assert left == [{"n": 0}]
+
+
+def test_a_retry_that_succeeds_is_forgotten_and_the_others_are_not(dsn: str) -> None:
+    _fill(dsn, 6, retry="parked", retryLimit=9)
+    reader = Reader(dsn, "q", "g", str(uuid4()), 60)
+    with reader.link:
+        reader.hold(streaming=False)
+        number, lane, seqs = _batch(reader, 10)
+        reader.settle(number, [_stage(reader, lane, seqs[:4], "retry")], 4, 0)
+        number, lane, again = _batch(reader, 10)
+        assert again == seqs[:4]
+        writes = [_stage(reader, lane, again[:1], "retry"), _stage(reader, lane, again[1:2], "invalid")]
+        done = reader.settle(number, writes, 2, 0)
+        assert (done.acked, done.retried, done.dead) == (2, 1, 1)
+        left = reader.link.get().execute("select seq, attempts from exception").fetchall()
+        assert left == [{"seq": seqs[0], "attempts": 2}]
+
+
+def test_in_order_what_is_held_back_keeps_the_attempts_it_had(dsn: str) -> None:
+    _fill(dsn, 4, retryLimit=9)
+    reader = Reader(dsn, "q", "g", str(uuid4()), 60)
+    with reader.link:
+        reader.hold(streaming=False)
+        for attempts in (1, 2):
+            number, lane, seqs = _batch(reader, 10)
+            done = reader.settle(number, [_stage(reader, lane, seqs[1 - (attempts - 1) :][:1], "retry")], 1, 0)
+            assert (done.retried, done.released) == (1, 2)
+            left = reader.link.get().execute("select seq, attempts from exception").fetchall()
+            assert left == [{"seq": 1, "attempts": attempts}]
+
+
+def test_an_outcome_of_a_message_that_was_not_handed_out_is_refused(dsn: str) -> None:
+    _fill(dsn, 3, retry="parked", retryDelay=3_600_000, retryLimit=9)
+    reader = Reader(dsn, "q", "g", str(uuid4()), 60)
+    with reader.link:
+        reader.hold(streaming=False)
+        number, lane, seqs = _batch(reader, 10)
+        reader.settle(number, [_stage(reader, lane, seqs[:1], "retry")], 1, 0)
+        asyncio.run(_one_more(dsn))
+        number, lane, _ = _batch(reader, 10)
+        with pytest.raises(Conflict, match="1 rows do not belong to batch"):
+            reader.settle(number, [_stage(reader, lane, seqs[:1], "retry")], 1, 0)
+
+
+async def _one_more(dsn: str) -> None:
+    async with await Engine.open(dsn) as engine:
+        await push(engine, "q", "more")
