@@ -273,7 +273,7 @@ def main() -> None:
         print("|---|---|---|---|---|", flush=True)
         for variant in VARIANTS:
             # The JVM goes on compiling for a few million rows.
-            runs = [measure(spark, dsn, "bench", variant, folder) for _ in range(6)]
+            runs = [measure(spark, dsn, "bench", variant, folder) for _ in range(8)]
             print(min(runs[3:], key=lambda run: run.batch).row(variant), flush=True)
         for size in (10_000, 100_000, 250_000):
             measured = measure(spark, dsn, "bench", "handler fused", folder, max_rows=size)
