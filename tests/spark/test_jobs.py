@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -258,3 +262,31 @@ def test_a_run_goes_on_when_a_process_starts_too_slowly(
     assert (done.messages, done.acked, done.dead) == (10, 9, 1)
     assert (tmp_path / "slept").exists()
     assert "did not start within Spark's 10 s" in caplog.text
+
+
+def test_sigterm_ends_a_run_with_its_summary(shop: Shop, tmp_path: Path) -> None:
+    queue = shop.queue()
+    shop.push(queue, [{"id": i} for i in range(20)])
+    (tmp_path / "clerk.py").write_text("def note(order: dict[str, int]) -> None: pass\n")
+    progress = tmp_path / "progress"
+    command = [sys.executable, "-m", "settled", "pipeline", "run", "clerk:note", "--master", "local[1,4]"]
+    with progress.open("w") as errors:
+        process = subprocess.Popen(
+            [*command, "--url", shop.dsn, "--queue", queue, "--group", "g"],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True,
+        )  # fmt: skip
+        try:
+            until = time.monotonic() + 120
+            while "acked 20" not in progress.read_text():
+                assert process.poll() is None, progress.read_text()
+                assert time.monotonic() < until, progress.read_text()
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.wait()
+    assert (process.returncode, out) == (
+        0,
+        "batches=1 acked=20 retried=0 dead=0 released=0 pushed=0 waiting=0 failing=0\n",
+    ), progress.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 import tempfile
 from datetime import datetime
@@ -46,13 +47,14 @@ def run_command(
     until_empty: Annotated[bool, typer.Option("--until-empty", help="Leave when nothing is left.")] = False,
     master: Master = None,
 ) -> None:
-    """Run one handler over a queue; a line says how far it is, a summary ends it."""
+    """Run one handler over a queue until SIGINT or SIGTERM; a line says how far it is, a summary ends it."""
     queue, group = _named(url, queue, group, stream, consumer)
     function = _load(handler)
     spark = _session(master)
     from settled.spark.jobs.run import live, run
 
     where = checkpoint or Path("checkpoints") / f"{queue}-{group}"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     try:
         end = run(
             spark,
