@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+
+from settled.queue import turns as module
 from settled.queue.turns import Turns
 
 
@@ -23,7 +26,9 @@ def test_a_second_call_starts_when_as_much_waits_as_the_first_took() -> None:
     asyncio.run(main())
 
 
-def test_whoever_waits_wakes_for_enough_but_not_for_less() -> None:
+def test_whoever_waits_wakes_for_enough_but_not_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 60.0)
+
     async def main() -> None:
         turns = Turns()
         with turns.out(2):
