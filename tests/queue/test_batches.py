@@ -97,6 +97,36 @@ def test_in_order_what_is_held_back_keeps_the_attempts_it_had(dsn: str) -> None:
             assert (done.retried, done.released) == (1, 2)
             left = reader.link.get().execute("select seq, attempts from exception").fetchall()
             assert left == [{"seq": 1, "attempts": attempts}]
+        held = reader.link.get().execute("select attempts from journal where kind = 'released'").fetchall()
+        assert held == [{"attempts": 0}] * 2
+
+
+def test_what_failed_before_and_is_given_back_keeps_its_attempts(dsn: str) -> None:
+    _fill(dsn, 3, retry="parked", retryLimit=9)
+    reader = Reader(dsn, "q", "g", str(uuid4()), 60)
+    with reader.link:
+        reader.hold(streaming=False)
+        number, lane, seqs = _batch(reader, 10)
+        reader.settle(number, [_stage(reader, lane, seqs[:1], "retry")], 1, 0)
+        number, lane, again = _batch(reader, 10)
+        assert again == seqs[:1]
+        assert reader.settle(number, [_stage(reader, lane, again, "release")], 1, 0).released == 1
+        left = reader.link.get().execute("select seq, attempts from exception").fetchall()
+        assert left == [{"seq": seqs[0], "attempts": 1}]
+
+
+def test_what_failed_before_and_is_held_back_keeps_its_attempts(dsn: str) -> None:
+    _fill(dsn, 4, retryLimit=9)
+    reader = Reader(dsn, "q", "g", str(uuid4()), 60)
+    with reader.link:
+        reader.hold(streaming=False)
+        for failing in (2, 0):
+            number, lane, _ = _batch(reader, 10)
+            reader.settle(number, [_stage(reader, lane, [failing], "retry")], 1, 0)
+            if failing == 2:  # go back to before what failed
+                reader.link.get().execute("update consumer set cursor = 0, base = 0")
+        left = reader.link.get().execute("select seq, attempts from exception order by seq").fetchall()
+        assert left == [{"seq": 0, "attempts": 1}, {"seq": 2, "attempts": 1}]
 
 
 def test_an_outcome_of_a_message_that_was_not_handed_out_is_refused(dsn: str) -> None:
