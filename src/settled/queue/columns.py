@@ -10,7 +10,7 @@ import zstandard
 
 from settled.queue import segment
 from settled.queue.sealing import SEALED, unseal
-from settled.queue.segment import EXPLICIT_IDS, HEADERS, OWN_TX, PLAIN, TIMES, ZSTD
+from settled.queue.segment import APART, EXPLICIT_IDS, HEADERS, OWN_TX, PLAIN, TIMES, ZSTD, ZSTD_APART
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -90,18 +90,18 @@ def decode(rows: Iterable[tuple[int, int, int, bytes]]) -> Columns:
                 headers.add(total, [raw[24 + tx_size : at]])
             lengths.append(struct.pack("<I", len(raw) - at))
             payloads.append(raw[at:])
-        elif kind in (PLAIN, ZSTD):
-            flags = raw[1]
-            body = _decompress(raw[6:]) if kind == ZSTD else raw[6:]
+        elif kind in (PLAIN, ZSTD, APART, ZSTD_APART):
+            flags, apart = raw[1], kind in (APART, ZSTD_APART)
+            body = _decompress(raw[6:]) if kind in (ZSTD, ZSTD_APART) else raw[6:]
             at = 16
             if flags:
                 at = 16 * n if flags & EXPLICIT_IDS else 16
                 ids = body[:at] if flags & EXPLICIT_IDS else b""
                 if flags & OWN_TX:
-                    values, at = _split(body, at, n, "<u2")
+                    values, at = segment.values(body, at, n, "H", apart)
                     tx.add(total, values)
                 if flags & HEADERS:
-                    values, at = _split(body, at, n, "<u4")
+                    values, at = segment.values(body, at, n, "I", apart)
                     headers.add(total, values)
                 own = body[at : at + 8 * n] if flags & TIMES else b""
                 at += len(own)
@@ -109,7 +109,8 @@ def decode(rows: Iterable[tuple[int, int, int, bytes]]) -> Columns:
                     explicit.append((total, n, ids, own))
             bases.append(body[:16])
             lengths.append(body[at : at + 4 * n])
-            payloads.append(body[at + 4 * n :])
+            texts = body[at + 4 * n :]
+            payloads.append(texts.replace(b"\0", b"") if apart else texts)
         else:
             raise ValueError(f"segment version {kind} is newer than this program; upgrade it")
         total += n
@@ -128,10 +129,3 @@ def decode(rows: Iterable[tuple[int, int, int, bytes]]) -> Columns:
     np.cumsum(np.frombuffer(b"".join(lengths), "<u4"), out=offsets[1:])
     seqs = np.repeat(np.array(firsts, np.int64), each) + within
     return Columns(seqs, created_at, all_ids, tx.end(total), headers.end(total), b"".join(payloads), offsets)
-
-
-def _split(body: bytes, at: int, n: int, kind: str) -> tuple[list[bytes], int]:
-    lengths = np.frombuffer(body, kind, n, at)
-    ends = (np.cumsum(lengths, dtype=np.int64) + (at + lengths.nbytes)).tolist()
-    starts = [at + lengths.nbytes, *ends[:-1]]
-    return [body[a:b] for a, b in zip(starts, ends, strict=True)], ends[-1]

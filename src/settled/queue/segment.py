@@ -8,6 +8,7 @@ import struct
 import time
 from array import array
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 JSON = "application/json"
 SINGLE, PLAIN, ZSTD = 1, 2, 3
+APART, ZSTD_APART = 5, 6  # as PLAIN and ZSTD, with a NUL after each value, so that they can be split at once
 EXPLICIT_IDS, OWN_TX, HEADERS, TIMES = 1, 2, 4, 8
 COMPRESS_FROM = 512
 
@@ -110,6 +112,10 @@ def encode(
     if n == 1 and ids is None and times is None:
         head = headers[0] if headers else b""
         return b"".join((_single.pack(SINGLE, 0, len(tx[0]), len(head)), base, tx[0], head, payloads[0]))
+    end = b"\0"
+    texts = end.join(payloads) + end
+    if texts.count(end) != n:  # a payload that is not JSON may hold one itself
+        end, texts = b"", b"".join(payloads)
     flags = 0
     parts: list[bytes] = [base]
     if ids is not None:
@@ -117,16 +123,15 @@ def encode(
         parts = [ids]
     if any(tx):
         flags |= OWN_TX
-        parts += (array("H", map(len, tx)).tobytes(), *tx)
+        parts += (array("H", map(len, tx)).tobytes(), end.join(tx), end)
     if headers and any(headers):
         flags |= HEADERS
-        parts += (array("I", map(len, headers)).tobytes(), *headers)
+        parts += (array("I", map(len, headers)).tobytes(), end.join(headers), end)
     if times is not None:
         flags |= TIMES
         parts.append(array("q", times).tobytes())
-    parts.append(array("I", map(len, payloads)).tobytes())
-    parts += payloads
-    return _pack(flags, n, b"".join(parts))
+    parts += (array("I", map(len, payloads)).tobytes(), texts)
+    return _pack(flags, n, b"".join(parts), bool(end))
 
 
 def encode_plain(base: bytes, n: int, lengths: bytes, payloads: bytes) -> bytes:
@@ -134,10 +139,10 @@ def encode_plain(base: bytes, n: int, lengths: bytes, payloads: bytes) -> bytes:
     return _pack(0, n, b"".join((base, lengths, payloads)))
 
 
-def _pack(flags: int, n: int, body: bytes) -> bytes:
+def _pack(flags: int, n: int, body: bytes, apart: bool = False) -> bytes:
     if len(body) < COMPRESS_FROM:
-        return _columns.pack(PLAIN, flags, n) + body
-    return _columns.pack(ZSTD, flags, n) + _compressor.compress(body)
+        return _columns.pack(APART if apart else PLAIN, flags, n) + body
+    return _columns.pack(ZSTD_APART if apart else ZSTD, flags, n) + _compressor.compress(body)
 
 
 def count(raw: bytes) -> int:
@@ -161,19 +166,32 @@ def pack_headers(
 
 def iso(created_us: int) -> str:
     """Microseconds since 1970 as ISO 8601 in UTC."""
-    at = datetime.fromtimestamp(created_us // 1_000_000, UTC).replace(microsecond=created_us % 1_000_000)
-    return at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return f"{_second(created_us // 1_000_000)}.{created_us % 1_000_000:06d}Z"
+
+
+@lru_cache(maxsize=1024)
+def _second(at: int) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def values(body: bytes, at: int, n: int, kind: str, apart: bool) -> tuple[list[bytes], int]:
+    """The values of a column that begins with their lengths, and where it ends."""
+    lengths = array(kind, body[at : (first := at + n * array(kind).itemsize)])
+    if apart:
+        end = first + sum(lengths) + n
+        return body[first : end - 1].split(b"\0"), end
+    starts = list(accumulate(lengths, initial=first))
+    return [body[a:b] for a, b in pairwise(starts)], starts[-1]
 
 
 class Segment:
-    """A decoded segment; cheap to make, its parts are split only when they are asked for."""
+    """A decoded segment: its values as stored, texts of ids and JSON when they are asked for."""
 
     __slots__ = (
         "_base",
-        "_blob",
         "_headers",
         "_ids",
-        "_starts",
+        "_payloads",
         "_texts",
         "_times",
         "_tx",
@@ -204,16 +222,15 @@ class Segment:
                 self._base = raw[8:24]
                 self._tx: list[bytes] | None = [raw[24 : 24 + tx]] if tx else None
                 self._headers = [raw[24 + tx : at]] if head else None
-                self._blob = raw
-                self._starts = [at, len(raw)]
-            case 2 | 3:
+                self._payloads = [raw[at:]]
+            case 2 | 3 | 5 | 6:
                 kind, flags, self.n = _columns.unpack_from(raw)
-                body = _decompressor.decompress(raw[6:]) if kind == ZSTD else raw[6:]
-                self._split(body, flags)
+                body = _decompressor.decompress(raw[6:]) if kind in (ZSTD, ZSTD_APART) else raw[6:]
+                self._split(body, flags, kind in (APART, ZSTD_APART))
             case other:
                 raise ValueError(f"segment version {other} is newer than this program; upgrade it")
 
-    def _split(self, body: bytes, flags: int) -> None:
+    def _split(self, body: bytes, flags: int, apart: bool) -> None:
         n, at = self.n, 16
         if flags & EXPLICIT_IDS:
             at = 16 * n
@@ -221,18 +238,13 @@ class Segment:
         self._base = body[:16]
         self._tx = None
         if flags & OWN_TX:
-            starts = list(accumulate(array("H", body[at : at + 2 * n]), initial=at + 2 * n))
-            self._tx = [body[a:b] for a, b in pairwise(starts)]
-            at = starts[-1]
+            self._tx, at = values(body, at, n, "H", apart)
         if flags & HEADERS:
-            starts = list(accumulate(array("I", body[at : at + 4 * n]), initial=at + 4 * n))
-            self._headers = [body[a:b] for a, b in pairwise(starts)]
-            at = starts[-1]
+            self._headers, at = values(body, at, n, "I", apart)
         if flags & TIMES:
             self._times = array("q", body[at : at + 8 * n])
             at += 8 * n
-        self._blob = body
-        self._starts = list(accumulate(array("I", body[at : at + 4 * n]), initial=at + 4 * n))
+        self._payloads, _ = values(body, at, n, "I", apart)
         self.size = len(body)
 
     @property
@@ -282,7 +294,7 @@ class Segment:
 
     def payload(self, offset: int) -> bytes:
         """One message's payload."""
-        return self._blob[self._starts[offset] : self._starts[offset + 1]]
+        return self._payloads[offset]
 
     def header(self, offset: int) -> bytes:
         """One message's headers as stored: a JSON object, or nothing."""
@@ -305,18 +317,6 @@ class Segment:
         return Row(self.id(offset), self.tx(offset), self.payload(offset), kind, own, trace, producer,
                    self.created(offset))  # fmt: skip
 
-    def columns(self) -> tuple[list[str], list[str], list[bytes], bytes, list[int]]:
-        """What Arrow needs, row-free: ids, transaction ids, headers, payload bytes and n+1 offsets."""
-        start = self._starts[0]
-        headers = self._headers if self._headers is not None else [b""] * self.n
-        return (
-            self.ids(),
-            self.txs(),
-            headers,
-            self._blob[start : self._starts[-1]],
-            [s - start for s in self._starts],
-        )
-
     def json(self, low: int, high: int, tail: bytes) -> bytes:
         """Messages [low, high) as JSON objects with commas between; `tail` ends each and closes it."""
         if self._texts is None:
@@ -324,11 +324,11 @@ class Segment:
         start, end, txs = self._texts
         if not start or high > len(_NUMBERS):
             return (tail + b",").join([self._rich_head(i) for i in range(low, high)]) + tail
-        starts, blob, count = self._starts, self._blob, high - low
+        count = high - low
         end += tail
         if count == 1:
             text = b'%b%b","transactionId":"%b","traceId":null,"data":%b%b'
-            return text % (start, _NUMBERS[low], txs[low], blob[starts[low] : starts[high]], end)
+            return text % (start, _NUMBERS[low], txs[low], self._payloads[low], end)
         # Six pieces a message, laid out column by column: nothing is copied before the join.
         parts = [end + b"," + start] * (6 * count)
         parts[0] = start
@@ -336,7 +336,7 @@ class Segment:
         parts[2::6] = [b'","transactionId":"'] * count
         parts[3::6] = txs[low:high]
         parts[4::6] = [b'","traceId":null,"data":'] * count
-        parts[5::6] = [blob[a:b] for a, b in pairwise(starts[low : high + 1])]
+        parts[5::6] = self._payloads[low:high]
         parts.append(end)
         return b"".join(parts)
 
