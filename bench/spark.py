@@ -38,7 +38,7 @@ VARIANTS = (
     "read and settle",
     "handler as a UDF",
     "handler fused",
-    "handler fused, failures only",
+    "handler fused, all rows used",
     "all pushed on, fused",
 )
 DRIVER_SIDE = ("python_streaming_source_runner", "python_streaming_sink_runner")
@@ -226,13 +226,13 @@ def measure(spark: Any, dsn: str, queue: str, variant: str, folder: str, **more:
         case "read and settle":
             df = read_queue(spark, queue, group, **read)
         case "handler as a UDF":
-            df = read_queue(spark, queue, group, **read).transform(attempt(handle))
+            df = read_queue(spark, queue, group, **read).where("true").transform(attempt(handle))
         case "handler fused":
-            df = read_queue(spark, queue, group, handler=handle, **read)
-        case "handler fused, failures only":
-            df = read_queue(spark, queue, group, handler=handle, only_failures=True, **read)
+            df = read_queue(spark, queue, group, **read).transform(attempt(handle))
+        case "handler fused, all rows used":
+            df = read_queue(spark, queue, group, **read).transform(attempt(handle)).where("true")
         case "all pushed on, fused":
-            df, to = read_queue(spark, queue, group, handler=pass_on, **read), f"out-{group}"
+            df, to = read_queue(spark, queue, group, **read).transform(attempt(pass_on)), f"out-{group}"
         case _:
             raise ValueError(variant)
     writer = settle(df, to).option("checkpointLocation", f"{folder}/{group}").trigger(availableNow=True)

@@ -32,7 +32,7 @@ VARIANTS = (
     "read and settle",
     "handler as a UDF",
     "handler fused",
-    "handler fused, failures only",
+    "handler fused, all rows used",
     "all pushed on, fused",
 )
 
@@ -109,13 +109,13 @@ def measure(spark: Any, url: str, variant: str, folder: str) -> tuple[float, flo
         case "read and settle":
             df = read_queue(spark, **read)
         case "handler as a UDF":
-            df = read_queue(spark, **read).transform(attempt(handle))
+            df = read_queue(spark, **read).where("true").transform(attempt(handle))
         case "handler fused":
-            df = read_queue(spark, handler=handle, **read)
-        case "handler fused, failures only":
-            df = read_queue(spark, handler=handle, only_failures=True, **read)
+            df = read_queue(spark, **read).transform(attempt(handle))
+        case "handler fused, all rows used":
+            df = read_queue(spark, **read).transform(attempt(handle)).where("true")
         case _:
-            df, to = read_queue(spark, handler=pass_on, **read), "out.done"
+            df, to = read_queue(spark, **read).transform(attempt(pass_on)), "out.done"
     began = time.monotonic()
     writer = settle(df, to).option("checkpointLocation", f"{folder}/{group}").trigger(availableNow=True)
     query = writer.start()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from settled.spark import read_queue, session, settle
+from settled.spark import attempt, read_queue, session, settle
 from settled.spark.sink import StreamSink
 from settled.spark.source import SettledSource, StreamReader
 
@@ -82,10 +82,9 @@ def main() -> None:
         PLAN["queue"],
         "g",
         url=PLAN["url"],
-        handler=charge,
         lease_seconds=PLAN.get("lease", 60),
         max_rows=400,
-    )
+    ).transform(attempt(charge))
     writer = (
         settle(df, to=PLAN["to"]).option("checkpointLocation", PLAN["checkpoint"]).trigger(availableNow=True)
     )

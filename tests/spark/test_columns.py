@@ -11,8 +11,9 @@ from settled.queue import segment
 from settled.queue.columns import decode, id_texts
 from settled.queue.manifest import share
 
+ids = st.binary(max_size=9).filter(lambda tx: b"\0" not in tx)
 messages = st.lists(
-    st.tuples(st.binary(max_size=40), st.binary(max_size=9), st.sampled_from([b"", b'{"a":"b"}'])),
+    st.tuples(st.binary(max_size=40), ids, st.sampled_from([b"", b'{"a":"b"}'])),
     min_size=1,
     max_size=9,
 )

@@ -20,7 +20,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from settled.queue.embedded import EmbeddedPostgres
-from settled.spark import read_queue, settle
+from settled.spark import attempt, read_queue, settle
 from settled.spark.startup import packaged_java, prepare
 from tests.spark.conftest import Run, Shop
 
@@ -84,9 +84,8 @@ def charge(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def attempted(spark: SparkSession, plan: dict[str, Any]) -> DataFrame:
-    return read_queue(
-        spark, plan["queue"], "g", url=plan["url"], handler=charge, lease_seconds=plan.get("lease", 60)
-    )
+    df = read_queue(spark, plan["queue"], "g", url=plan["url"], lease_seconds=plan.get("lease", 60))
+    return df.transform(attempt(charge))
 
 
 def finish(spark: SparkSession, shop: Shop, plan: dict[str, Any], run: Run) -> None:
@@ -164,7 +163,7 @@ def test_a_database_that_restarts_in_the_middle_of_a_batch_costs_nothing(
             return charge(order)
 
         for _ in range(6):
-            df = read_queue(spark, told["queue"], "g", url=told["url"], handler=slowly)
+            df = read_queue(spark, told["queue"], "g", url=told["url"]).transform(attempt(slowly))
             writer = settle(df, to=told["to"]).option("checkpointLocation", told["checkpoint"])
             query = writer.trigger(availableNow=True).start()
             if not flag.exists():

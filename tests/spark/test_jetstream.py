@@ -139,8 +139,8 @@ def test_a_driver_killed_at_every_point_in_turn_loses_and_doubles_nothing(
         assert (tmp_path / point / "killed").exists()
     assert stall.totals(stream)["batches"] == 1
     for _ in range(6):
-        run(read_queue(spark, url=stall.url, stream=stream, consumer="g", handler=charge), to=plan["to"],
-            where=plan["checkpoint"])  # fmt: skip
+        df = read_queue(spark, url=stall.url, stream=stream, consumer="g").transform(attempt(charge))
+        run(df, to=plan["to"], where=plan["checkpoint"])
         if stall.books(stream).cursor == 1001 and not stall.books(stream).retries:
             break
     good = [i for i in range(1000) if i % 10 != 7]

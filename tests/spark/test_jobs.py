@@ -21,7 +21,7 @@ from settled import Reject
 from settled.queue.errors import Conflict
 from settled.queue.types import PopRequest
 from settled.spark.command import app
-from settled.spark.frames import read_queue, settle_batch
+from settled.spark.frames import attempt, read_queue, settle_batch
 from settled.spark.jobs.alerts import RULES, Rule, evaluate, judge
 from settled.spark.jobs.demo import demo
 from settled.spark.jobs.export import export, exported
@@ -44,7 +44,7 @@ def work(spark: SparkSession, shop: Shop, run: Run, where: str) -> str:
     queue = shop.queue(retryLimit=2)
     shop.push(queue, [{"id": i} for i in range(100)], lanes=4)
     for _ in range(2):
-        run(read_queue(spark, queue, "g", url=shop.dsn, handler=handle), where=where)
+        run(read_queue(spark, queue, "g", url=shop.dsn).transform(attempt(handle)), where=where)
     assert shop.totals(queue) == {"messages": 110, "acked": 80, "retried": 10, "dead": 20, "batches": 2}
     return queue
 
@@ -70,7 +70,7 @@ def test_an_export_adds_what_is_new_and_an_interrupted_run_is_done_again(
 
     def work(count: int) -> None:
         shop.push(queue, [{"id": i} for i in range(count)], lanes=1, headers={"a": "b"})
-        settle_batch(read_queue(spark, queue, "g", url=shop.dsn, handler=reject, streaming=False))
+        settle_batch(read_queue(spark, queue, "g", url=shop.dsn, streaming=False).transform(attempt(reject)))
 
     def run() -> dict[str, int]:
         return export(spark, shop.dsn, tmp_path, queue=queue, messages=True, kind=kind).rows
@@ -254,7 +254,7 @@ def test_a_run_goes_on_when_a_process_starts_too_slowly(
             str(tmp_path / "checkpoint"),
             url=shop.dsn,
             until_empty=True,
-            on_error="ack",
+            policy={"on_error": "ack"},
         )
     finally:
         spark.sparkContext.pythonExec = usual

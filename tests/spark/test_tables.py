@@ -10,7 +10,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 from settled import Reject
-from settled.spark import read_queue, settle_each, to_delta, to_iceberg, to_parquet
+from settled.spark import attempt, read_queue, settle_each, to_delta, to_iceberg, to_parquet
 from tests.spark.conftest import Shop, finished
 
 
@@ -46,7 +46,7 @@ def test_a_repeated_batch_replaces_what_it_wrote_to_parquet_delta_and_iceberg(
             raise RuntimeError("written, but not settled")
 
     def run() -> None:
-        df = read_queue(spark, queue, "g", url=shop.dsn, handler=charge, result="order bigint")
+        df = read_queue(spark, queue, "g", url=shop.dsn).transform(attempt(charge, result="order bigint"))
         finished(settle_each(df, write).option("checkpointLocation", checkpoint))
 
     def tables() -> list[list[Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from weakref import WeakKeyDictionary
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 Transform = Callable[[DataFrame], DataFrame]
+WITH_THE_SOURCE = 2**20  # characters of a handler that may go with each task; Spark sends a UDF only once
 
 
 def read_queue(
@@ -42,24 +44,18 @@ def read_queue(
     backoff: Sequence[float] = (),
     dead_letter: str = "",
     payload: Any = bytes,
-    handler: Callable[..., Any] | None = None,
-    result: Any = None,
-    only_failures: bool = False,
     streaming: bool = True,
     max_rows: int | None = 500_000,
     lease_seconds: int = 60,
     ordering: str = "queue",
     starting: str = "",
     tasks: int | None = None,
-    **policy: Unpack[PolicyOptions],
 ) -> DataFrame:
     """The messages of a queue for a group, a batch at a time.
 
     `payload` is how the column of that name looks: `bytes`, `str`, a Struct, a dataclass or a Spark schema; a
-    row that does not parse has the outcome `invalid`. With a `handler` the rows come attempted, which is the
-    fast path of `attempt(handler)`; with `only_failures` those that are acknowledged do not come at all, for
-    handlers without a result. `max_rows` bounds a batch. `starting` is "earliest", "latest" or a time,
-    for a new group.
+    row that does not parse has the outcome `invalid`. `max_rows` bounds a batch. `starting` is "earliest",
+    "latest" or a time, for a new group.
 
     On NATS (`url="nats://…"`) a `stream` is read as a `consumer`: the filter, `max_deliver` and `backoff` are
     those of the consumer of that name if there is one, else `subject` and the next two, as given here.
@@ -89,26 +85,40 @@ def read_queue(
             "startingPosition": starting,
         }
     )
-    if only_failures:
-        options["emit"] = "failures"
-    if handler is not None:
-        options["handler"] = dumps(_job(handler, origin, result, policy_of(policy)))
-    df = _load(spark, options, origin, streaming)
-    return df if handler is not None else _with_payload(df, payload)
+    return _with_payload(Reading(spark, options, origin, streaming).load(), payload)
 
 
-def _load(spark: SparkSession, options: dict[str, str], origin: Origin, streaming: bool) -> DataFrame:
-    """The rows, with what the source left out."""
-    reader = (spark.readStream if streaming else spark.read).format("settled")
-    df = reader.options(**options, lean="true").load()
-    filled = {
-        "queue": F.lit(origin.queue),
-        "transaction_id": F.coalesce("transaction_id", "message_id"),
-        "attempt": F.coalesce("attempt", F.lit(1)),
-    }
-    if "handler" in options:
-        filled["outcome"] = F.coalesce("outcome", F.lit(ACK))
-    return df.withColumns(filled).withMetadata("batch", origin.mark())
+class Reading(NamedTuple):
+    """How rows are read. A DataFrame that nobody has changed since can still be read in another way."""
+
+    spark: SparkSession
+    options: dict[str, str]
+    origin: Origin
+    streaming: bool
+
+    @classmethod
+    def of(cls, df: DataFrame) -> Reading | None:
+        """How these rows are read; None if something was done to them since."""
+        return _unchanged.get(df)
+
+    def load(self, **more: str) -> DataFrame:
+        """The rows, with what the source left out."""
+        options = self.options | more
+        reader = (self.spark.readStream if self.streaming else self.spark.read).format("settled")
+        df = reader.options(**options, lean="true").load()
+        filled = {
+            "queue": F.lit(self.origin.queue),
+            "transaction_id": F.coalesce("transaction_id", "message_id"),
+            "attempt": F.coalesce("attempt", F.lit(1)),
+        }
+        if "handler" in options:
+            filled["outcome"] = F.coalesce("outcome", F.lit(ACK))
+        df = df.withColumns(filled).withMetadata("batch", self.origin.mark())
+        _unchanged[df] = self._replace(options=options)
+        return df
+
+
+_unchanged: WeakKeyDictionary[DataFrame, Reading] = WeakKeyDictionary()
 
 
 def _on_nats(named: Options) -> str:
@@ -191,11 +201,16 @@ def attempt(handler: Callable[..., Any], *, result: Any = None, **policy: Unpack
     The handler is one that a pump could run: the same signature, signals and decorators, and the same policy
     by keyword. `result` is the type of what it returns (a Struct, a dataclass, a Spark schema); without one,
     results are JSON.
+
+    On what `read_queue()` gave, unchanged, it runs where the rows are read; else as an Arrow UDF.
     """
 
     def transform(df: DataFrame) -> DataFrame:
         origin = Origin.of(df)
         job = _job(handler, origin, result, policy_of(policy))
+        shipped, reading = dumps(job), Reading.of(df)
+        if reading is not None and "handler" not in reading.options and len(shipped) <= WITH_THE_SOURCE:
+            return reading.load(handler=shipped)
         kind = BinaryType() if job.result is None else spark_type(result)
         data = "data" if "data" in df.columns else "payload"
         columns = ["lane", "sequence", "attempt", "headers", data]
@@ -203,7 +218,7 @@ def attempt(handler: Callable[..., Any], *, result: Any = None, **policy: Unpack
         again = None if is_nats(origin.url) or job.subscription().policy.explicit else origin.url
         if again is None:
             columns += ["message_id", "partition", "created_at"]
-        udf = attempting(dumps(job), kind, again)
+        udf = attempting(shipped, kind, again)
         own = [name for name in df.columns if name not in ("outcome", "delay", "error", "result")]
         return df.select(*own, udf(*columns).alias("_attempt")).select(
             *own,
@@ -223,6 +238,9 @@ def settle(df: DataFrame, to: str | None = None) -> DataStreamWriter:
     `result` of each acknowledged row is pushed to that queue, to the partition in `to_partition` or else its
     own, in the same transaction.
     """
+    reading = Reading.of(df)
+    if to is None and reading is not None and "handler" in reading.options:
+        df = reading.load(emit="failures")  # nobody will see the others
     rows, options = _settling(df, to)
     return rows.writeStream.format("settled").outputMode("append").options(**options)
 

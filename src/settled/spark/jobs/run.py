@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 from pyspark.errors import StreamingQueryException
 
 from settled.queue.manifest import Link
-from settled.spark.frames import read_queue, settle, settle_each
+from settled.spark.frames import attempt, read_queue, settle, settle_each
 from settled.spark.options import is_nats
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
+
+    from settled.policy import PolicyOptions
 
 
 log = logging.getLogger("settled.spark")
@@ -80,18 +82,21 @@ def run(
     until_empty: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
     every: float = 1.0,
+    result: Any = None,
+    policy: PolicyOptions | None = None,
     **options: Any,
 ) -> Progress:
     """Attempt and settle; with `write`, each batch is also given to that function before it is settled.
+
+    `result` and `policy` are as `attempt()` takes them, other options as `read_queue()` does.
 
     Ends when the query is stopped, on Ctrl-C, or with `until_empty` when nothing waits and nothing is to be
     retried. Spark gives a Python process ten seconds to start; on a machine that is too busy for that the
     query is started again, a few times: nothing of its batch was read.
     """
     with _watch(url) as link:
-        # Who neither pushes nor writes needs no row that is acknowledged.
-        quiet = to is None and write is None
-        df = read_queue(spark, queue, group, url=url, handler=handler, only_failures=quiet, **options)
+        df = read_queue(spark, queue, group, url=url, **options)
+        df = df.transform(attempt(handler, result=result, **(policy or {})))
         after = _newest(link, queue, group)
         started = time.monotonic()
         if isinstance(after, int) and after and "://" not in checkpoint and not Path(checkpoint).exists():
