@@ -25,6 +25,7 @@ MESSAGE_ID = "message-id"
 """The user property that carries a message's id."""
 
 _MISC_EVERY = 1.0
+_AT_ONCE = 50
 _UNHEARD = 0x10
 # What surrounds topic, properties and body.
 _FRAME = 9
@@ -100,7 +101,7 @@ class Wire:
         client.on_publish = self._answered
         client.on_subscribe = self._subscribed
         if on_message is not None:
-            client.on_message = lambda _client, _data, message: on_message(message)
+            client.on_message = lambda _client, _data, message: self._came(message, on_message)
         client.on_socket_open = lambda _client, _data, one: self._call(self._opened, one)
         client.on_socket_close = lambda _client, _data, one: self._closed(one)
         client.on_socket_register_write = lambda _client, _data, one: self._call(self._want_write, one)
@@ -111,6 +112,7 @@ class Wire:
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._waiting: dict[int, asyncio.Future[int]] = {}
         self._largest: int | None = None
+        self._messages = 0
 
     @property
     def is_open(self) -> bool:
@@ -295,8 +297,17 @@ class Wire:
             self._loop.remove_reader(one)
             self._loop.remove_writer(one)
 
+    def _came(self, message: MQTTMessage, on_message: Callable[[MQTTMessage], None]) -> None:
+        self._messages += 1
+        on_message(message)
+
     def _read(self) -> None:
-        self._go_on(self._client.loop_read())
+        # The client reads a packet at a time: where one message came, the next is often there already.
+        for _ in range(_AT_ONCE):
+            before = self._messages
+            self._go_on(self._client.loop_read())
+            if self._messages == before or self._socket is None:
+                break
         one = self._socket
         if one is not None and _pending(one):
             self._loop.call_soon(self._read_rest, one)
