@@ -96,6 +96,7 @@ NAMES = {
     "kafka": "Kafka (mock), a batch",
     "kafka_each": "Kafka (mock), each record",
     "kafka_commit": "Kafka (mock), buffer of one",
+    "kafka_aio": "Kafka (mock), buffer of one, asyncio",
     "kafka_share": "Kafka (mock), share group",
     "sqs": "SQS (moto)",
     "mqtt": "MQTT (mosquitto)",
