@@ -19,7 +19,7 @@ end
 function response(status, headers, body)
   local found, from = 0, 1
   while true do
-    local _, at = string.find(body, 'Count":', from, true)
+    local _, at = string.find(body, 'sactionId', from, true)
     if not at then break end
     found, from = found + 1, at
   end
