@@ -194,6 +194,25 @@ async def test_max_size_refuses_what_does_not_fit_until_some_is_settled(engine: 
 
 
 @with_engine
+async def test_max_size_counts_what_is_delayed_and_refuses_dead_letters_too(engine: Engine) -> None:
+    await engine.configure("q", {"maxSize": 3, "retryLimit": 1})
+    await push(engine, "q", "a")
+    await settle(engine, await pop(engine, "q", 1), "failed")
+    later = [PushItem("q", b"1", delay_seconds=3600) for _ in range(2)]
+    await engine.push(later)
+    await push(engine, "q", "b")
+    for more in ([PushItem("q", b"1")], later[:1]):
+        with pytest.raises(QueueFull, match="3 pending, maxSize 3"):
+            await engine.push(more)
+    (letter,) = (await engine.dead_letters(queue="q")).rows
+    with pytest.raises(QueueFull, match="3 pending, maxSize 3"):
+        await engine.requeue(letter.id)
+    await settle(engine, await pop(engine, "q", 1), "completed")
+    await engine.requeue(letter.id)
+    assert not (await engine.dead_letters(queue="q")).rows
+
+
+@with_engine
 async def test_a_push_after_the_queue_was_deleted_makes_it_anew(engine: Engine) -> None:
     await push(engine, "q", "a")
     async with await Engine.open(engine._core.dsn, worker="other") as other:

@@ -102,17 +102,18 @@ async def requeue(core: Core, dead_letter_id: str) -> PushResult:
         letter.producer,
     )
     work: Pushes = _Pushes(core, [again])
-    busy = await core.pusher.exclusive(await work.prepare())
-    try:
-        async with core.pool.transaction() as connection:
-            if not await connection.fetch(sql("dead_letter_take"), dead_letter_id):
-                raise NotFound("dead letter", dead_letter_id)
-            await work.apply(connection, refuse=True)
-    except BaseException:
-        work.forget()
-        raise
-    finally:
-        core.pusher.free(busy)
+    async with work.room():
+        busy = await core.pusher.exclusive(await work.prepare())
+        try:
+            async with core.pool.transaction() as connection:
+                if not await connection.fetch(sql("dead_letter_take"), dead_letter_id):
+                    raise NotFound("dead letter", dead_letter_id)
+                await work.apply(connection, refuse=True)
+        except BaseException:
+            work.forget()
+            raise
+        finally:
+            core.pusher.free(busy)
     return work.commit()[0]
 
 

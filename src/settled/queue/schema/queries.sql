@@ -116,7 +116,8 @@ select count(*) from unnest($1::bigint[], $2::int[], $3::uuid[]) r (lane, grp, l
 
 -- name: backlog
 select coalesce(sum(l.next_seq - greatest(l.first_seq, coalesce(
-           (select min(c.cursor) from consumer c where c.lane_id = l.id), l.first_seq))), 0)::bigint
+           (select min(c.cursor) from consumer c where c.lane_id = l.id), l.first_seq))
+           + (select count(*) from scheduled s where s.lane_id = l.id)), 0)::bigint
   from lane l where l.queue_id = $1
 
 -- name: room_lock
