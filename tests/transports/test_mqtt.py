@@ -151,7 +151,7 @@ def run_until(app: App, done: Callable[[], bool], *before: Coroutine[Any, Any, A
 
 
 def test_ac_16_a_nack_on_mqtt_withholds_the_ack_and_the_session_sends_the_message_again(
-    broker: MqttBroker,
+    broker: MqttBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """AC-16 has it do nothing: then the message would only come again when this process does."""
     broker.publish(Outgoing(subject=broker.queue, data=b"1", id="m-1"))
@@ -165,6 +165,7 @@ def test_ac_16_a_nack_on_mqtt_withholds_the_ack_and_the_session_sends_the_messag
     with pytest.raises(LeaseLost, match="is not this consumer's any more"):
         channel.ack(first)
     channel.ack(again)
+    assert "lost" not in caplog.text  # the connection is ours to close
 
 
 def test_what_is_in_hand_when_another_message_is_given_back_is_not_handled_twice(broker: MqttBroker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,11 +218,14 @@ async def _forget(broker: PubSubBroker, ack_id: str) -> None:
     await clients.subscriber.modify_ack_deadline(request)
 
 
-def test_a_dead_letter_that_cannot_be_written_leaves_the_message(broker: PubSubBroker) -> None:
+def test_a_dead_letter_that_cannot_be_written_leaves_the_message(
+    broker: PubSubBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broker.publish(Outgoing(subject=broker.queue, data=b"1"))
     channel = broker.channel()
     (delivery,) = channel.receive(1, 10)
     broker.portal.run(_delete(broker, f"{broker.queue}.dead"))
+    monkeypatch.setattr(broker.transport, "_defaults", replace(broker.transport._defaults, create=False))
     with pytest.raises(ConfigurationError, match="no topic"):
         channel.reject(delivery, Reject(error="no"))
     (again,) = channel.receive(1, 20)
@@ -282,6 +286,15 @@ def test_what_is_missing_says_how_to_make_it(server: Server) -> None:
             await transport.close()
 
     asyncio.run(main())
+
+
+def test_create_makes_a_topic_that_is_written_to_and_a_subscription_that_keeps_what_comes(
+    broker: PubSubBroker,
+) -> None:
+    topic = name()
+    for body in (b"1", b"2"):
+        broker.publish(Outgoing(subject=topic, data=body, headers={"settled-error": ""}))
+    assert sorted(data for data, _ in broker.read(Source(channel=topic))) == [b"1", b"2"]
 
 
 def test_dead_letters_that_nobody_would_keep_are_refused_at_the_start(broker: PubSubBroker) -> None:

@@ -31,6 +31,7 @@ from settled.transports.base import (
 )
 from settled.transports.faces import BlockingChannel
 from settled.transports.rabbitmq import PublishFailed, RabbitQueue, RabbitTransport
+from settled.transports.rabbitmq.link import Misdirected
 from tests.brokers.rabbitmq import RabbitServer, rabbitmq
 from tests.conftest import Order
 from tests.transports.conformance import Conformance, Queue
@@ -303,10 +304,16 @@ def test_a_dead_letter_that_cannot_be_stored_leaves_the_message_on_the_queue(bro
 
 def test_a_message_for_nobody_is_an_error(open_broker: Callable[..., RabbitBroker]) -> None:
     broker = open_broker()
+    app = App(broker.server.url)
+
+    async def publish(to: str, delay: float = 0) -> None:
+        await app.publish(to, 1, delay=delay)
+
     for delay in (0.0, 1.0):
         with pytest.raises(PublishFailed, match="there is no queue 'nowhere'"):
-            broker.publish(Outgoing(subject="nowhere", data=b"1", delay=delay))
-    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+            broker.portal.run(publish("nowhere", delay))
+    broker.portal.run(publish(broker.queue))
+    broker.portal.run(app.transport.close())
 
 
 def test_a_message_may_be_published_for_later(broker: RabbitBroker) -> None:
@@ -455,16 +462,18 @@ def test_a_queue_that_was_deleted_is_made_again_where_that_is_wanted(broker: Rab
             await (await connection.channel()).queue_delete(broker.queue)
 
     broker.portal.run(delete())
+    publisher = RabbitTransport(broker.server.url)  # which makes nothing
 
     def arrives() -> bool:
         try:
-            broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+            broker.portal.run(publisher.push(Outgoing(subject=broker.queue, data=b"1")))
         except PublishFailed:
             channel.receive(1, 0.1)
             return False
         return True
 
     in_the_end(arrives)
+    broker.portal.run(publisher.close())
     (delivery,) = gather(channel, 1)
     channel.ack(delivery)
 
@@ -523,6 +532,42 @@ def test_what_is_missing_or_wrong_is_said_with_what_to_do(server: RabbitServer) 
         App(f"{server.url}?backoff=soon")
     with pytest.raises(ConfigurationError, match="RabbitMQ has no lanes"):
         App(server.url).publish("orders", 1, lane="eu")
+
+
+def test_create_makes_a_queue_that_is_written_to(server: RabbitServer) -> None:
+    async def main() -> None:
+        names = [f"written-{uuid.uuid4().hex[:8]}" for _ in range(2)]
+        plain, creating = App(server.url), App(f"{server.url}?create=true")
+        with pytest.raises(Misdirected, match=f"there is no queue '{names[0]}'"):
+            await plain.publish(names[0], {"id": 1})
+        got = []
+
+        async def publish(name: str, delay: float) -> None:
+            while True:
+                try:
+                    await creating.publish(name, {"id": 1}, delay=delay)
+                except PublishFailed:  # a quorum queue has no leader at first
+                    await asyncio.sleep(0.1)
+                else:
+                    return
+
+        for name, delay in zip(names, (0, 0.1), strict=True):
+            await publish(name, delay)
+
+            @creating.subscriber(name)
+            async def handle(order: Order) -> None:
+                got.append(order.id)
+
+        stop = asyncio.Event()
+        serving = asyncio.create_task(creating.serve(stop))
+        async with asyncio.timeout(20):
+            while len(got) < 2:
+                await asyncio.sleep(0.02)
+        stop.set()
+        await serving
+        await plain.transport.close()
+
+    asyncio.run(main())
 
 
 def test_a_user_who_may_not_configure_queues_can_still_read_them(

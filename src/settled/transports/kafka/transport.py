@@ -204,7 +204,10 @@ class KafkaTransport(LoopTransport[Writer]):
         except KafkaException as error:
             if error.args[0].code() not in _NO_TOPIC:
                 raise
-            raise ConfigurationError(f"publish to {message.subject!r}: {_words(error)}") from error
+            if not self.address.create:
+                raise ConfigurationError(f"publish to {message.subject!r}: {_words(error)}") from error
+            await self._create(message.subject)
+            stored = await writer.send(message.subject, message.data, key, headers)
         self.heard()
         return Published(id=id_, sequence=stored.offset(), lane=str(stored.partition()))
 

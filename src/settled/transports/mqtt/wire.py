@@ -113,6 +113,7 @@ class Wire:
         self._waiting: dict[int, asyncio.Future[int]] = {}
         self._largest: int | None = None
         self._messages = 0
+        self._closing = False
 
     @property
     def is_open(self) -> bool:
@@ -144,6 +145,7 @@ class Wire:
     async def close(self) -> None:
         """Say goodbye, after everything that is still to be sent; the session stays."""
         if not self._gone.done():
+            self._closing = True
             self._client.disconnect()
             await asyncio.wait([self._gone], timeout=2)
         self._drop()
@@ -225,7 +227,7 @@ class Wire:
     def _disconnected(
         self, _client: Client, _data: Any, flags: DisconnectFlags, code: ReasonCode, _: Properties | None
     ) -> None:
-        self._lose(code.getName())
+        self._lose("closed" if self._closing else code.getName())
 
     def _answered(
         self, _client: Client, _data: Any, mid: int, code: ReasonCode, _: Properties | None

@@ -188,9 +188,12 @@ class PubSubTransport(LoopTransport[_Clients]):
                 f"create {topic} && gcloud pubsub subscriptions create {topic} --topic={topic}, "
                 "or say create=True"
             )
-        await self._make_topic(topic)
+        await self._make_kept(topic)
+
+    async def _make_kept(self, topic: str) -> None:
+        """A topic, and a subscription of its name that keeps what comes."""
         path = f"projects/{self._project}/subscriptions/{topic}"
-        await self._make(pubsub.Subscription(name=path, topic=f"projects/{self._project}/topics/{topic}"))
+        await self._make(pubsub.Subscription(name=path, topic=await self._make_topic(topic)))
 
     async def _make_topic(self, name: str) -> str:
         clients, path = await self.connection(), f"projects/{self._project}/topics/{name}"
@@ -220,17 +223,23 @@ class PubSubTransport(LoopTransport[_Clients]):
         if message.id is not None or not (message.data or attributes):
             attributes[ID] = message.id or uuid.uuid4().hex
         sent = PubsubMessage(data=message.data, attributes=attributes, ordering_key=message.lane or "")
-        clients = await self.connection()
-        topic = f"projects/{self._project}/topics/{message.subject}"
         try:
-            with self.watching():
-                answer = await clients.publisher.publish(topic=topic, messages=[sent], timeout=30.0)
+            id_ = await self._publish(message.subject, sent)
         except NotFound as error:
-            raise ConfigurationError(
-                f"pubsub: no topic {message.subject!r} in project {self._project!r}; "
-                f"run: gcloud pubsub topics create {message.subject}"
-            ) from error
-        return Published(id=attributes.get(ID) or answer.message_ids[0], lane=message.lane)
+            if not self._defaults.create:
+                raise ConfigurationError(
+                    f"pubsub: no topic {message.subject!r} in project {self._project!r}; "
+                    f"run: gcloud pubsub topics create {message.subject}"
+                ) from error
+            await self._make_kept(message.subject)
+            id_ = await self._publish(message.subject, sent)
+        return Published(id=attributes.get(ID) or id_, lane=message.lane)
+
+    async def _publish(self, topic: str, sent: PubsubMessage) -> str:
+        clients, path = await self.connection(), f"projects/{self._project}/topics/{topic}"
+        with self.watching():
+            answer = await clients.publisher.publish(topic=path, messages=[sent], timeout=30.0)
+        return str(answer.message_ids[0])
 
 
 def _cut(name: str, value: str) -> str:

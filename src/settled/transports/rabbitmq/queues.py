@@ -97,7 +97,7 @@ async def prepare(
     if not await link.has_queue(name):
         if not create:
             raise ConfigurationError(_missing(name, f"subscriber {channel!r}"))
-        await _declare(link, name, settings, backoff)
+        await make(link, name, settings, backoff)
         if link.exchange:
             amqp = await link.channel()
             await amqp.exchange_declare(link.exchange, exchange_type="topic", durable=True)
@@ -108,7 +108,7 @@ async def prepare(
         if not await link.has_queue(letters):
             if not create:
                 raise ConfigurationError(_missing(letters, f"dead letters of {channel!r}"))
-            await _declare(link, letters, RabbitQueue(type=settings.type, delivery_limit=-1), None)
+            await make(link, letters, RabbitQueue(type=settings.type, delivery_limit=-1), None)
     found = await describe(link, name)
     kind = None if found is None else str(found.get("x-queue-type", "classic"))
     if kind == "stream":
@@ -154,7 +154,8 @@ def _limit(found: Mapping[str, Any], settings: RabbitQueue, version: tuple[int, 
     return None if limit is None or not 0 <= int(limit) < _NEVER else int(limit)
 
 
-async def _declare(link: Link, name: str, settings: RabbitQueue, backoff: float | None) -> None:
+async def make(link: Link, name: str, settings: RabbitQueue, backoff: float | None) -> None:
+    """Declare a queue as we read it best."""
     arguments: dict[str, Any] = {"x-queue-type": settings.type}
     if settings.type == "quorum":
         limit = settings.delivery_limit

@@ -9,7 +9,7 @@ from settled.transports.base import BrokerStatus, Outgoing, Published, Source
 from settled.transports.looped import LoopTransport
 from settled.transports.rabbitmq.channel import RabbitChannel, capabilities, dead_letters_of
 from settled.transports.rabbitmq.link import Link, Misdirected, PublishFailed, Refused
-from settled.transports.rabbitmq.queues import Facts, RabbitQueue, prepare
+from settled.transports.rabbitmq.queues import Facts, RabbitQueue, make, prepare
 
 _OURS = ("create", "exchange", "backoff")
 _CLIENTS = ("auth", "cadata", "cafile", "capath", "certfile", "heartbeat", "keyfile", "name", "no_verify_ssl")
@@ -20,9 +20,9 @@ class RabbitTransport(LoopTransport[Link]):
     """Queues on RabbitMQ 3.10 or newer.
 
     `nack` is `basic.nack` with requeue, as seed 004 wants it. A quorum queue before RabbitMQ 4.3 counts it as
-    a failed delivery. Options in the URL: `create=true` makes queues that are missing, `exchange=events`
-    publishes there and binds what is made to it, `backoff=5` is how long a failed message waits; and those of
-    aio-pika (`heartbeat`, `name`, `cafile`, `certfile`, `keyfile`, …).
+    a failed delivery. Options in the URL: `create=true` makes queues that are missing, read or written,
+    `exchange=events` publishes there and binds what is made to it, `backoff=5` is how long a failed message
+    waits; and those of aio-pika (`heartbeat`, `name`, `cafile`, `certfile`, `keyfile`, …).
     """
 
     capabilities = capabilities(None)
@@ -68,6 +68,15 @@ class RabbitTransport(LoopTransport[Link]):
                 f"publish to {message.subject!r}: RabbitMQ has no lanes; for order, publish to a queue of "
                 "its own and read it with one performer"
             )
+        try:
+            return await self._push(message)
+        except Misdirected:
+            if not self._create or self._exchange:
+                raise
+        await make(await self.connection(), message.subject, RabbitQueue(), self._backoff)
+        return await self._push(message)
+
+    async def _push(self, message: Outgoing) -> Published:
         link = await self.connection()
         if message.delay > 0 and not self._exchange and not await link.has_queue(message.subject):
             # When its time comes, nobody would be left to tell.
