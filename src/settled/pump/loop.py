@@ -39,13 +39,15 @@ class Receive(msgspec.Struct, frozen=True, gc=False):
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """Decode the payload, run the handler and, if it returns, settle the message as `then` says.
+    """Take message by message from the left: decode its payload, run the handler and, if that returns and
+    `acks` says so, acknowledge it and count that.
 
-    Answered with None, with the error of that settle call, or with an outcome that is still to be decided on.
+    Answered with None when none is left or the pump is to stop; else with the first message that went another
+    way, and the error of its acknowledgement or the outcome that is still to be decided on.
     """
 
-    delivery: Delivery
-    then: Action | None
+    buffered: deque[Delivery]
+    acks: bool
 
 
 class Settle(msgspec.Struct, frozen=True):
@@ -166,7 +168,7 @@ def pump(
     receive = Receive(policy.buffer, 0 if until_idle else policy.receive_timeout)
     stopped = Stopped(Status.STOPPED, "told to stop")
     # The way nearly all messages go is known beforehand: nothing to log, to count as a strike or to wait for.
-    then = ACKED.action if decide(Returned(), policy) is ACKED else None
+    acks = decide(Returned(), policy) is ACKED
     while not stopping():
         if not buffered:
             got: Sequence[Delivery] | BaseException = yield receive
@@ -182,16 +184,15 @@ def pump(
             elif not wakes:
                 yield Pause(policy.empty_delay)
             continue
-        delivery = buffered.popleft()
-        if policy.ack_on_delivery and (failed := (yield Settle(delivery, Ack()))) is not None:
+        if policy.ack_on_delivery and (failed := (yield Settle(buffered[0], Ack()))) is not None:
             # Not ours to handle: at most once would become twice.
             counts.settle_failed += 1
-            log.settle_failed(delivery, Ack(), failed)
+            log.settle_failed(buffered.popleft(), Ack(), failed)
             continue
-        outcome: Outcome | BaseException | None = yield Handle(delivery, then)
-        if outcome is None:
-            counts.acked += 1
+        ended: tuple[Delivery, Outcome | BaseException] | None = yield Handle(buffered, acks)
+        if ended is None:
             continue
+        delivery, outcome = ended
         if isinstance(outcome, BaseException):
             counts.settle_failed += 1
             log.settle_failed(delivery, ACKED.action, outcome)

@@ -10,7 +10,7 @@ from settled.message import Delivery, Message, in_hand
 from settled.pump.driver import Pump
 from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped
 from settled.pump.settlers import AwaitableSettler, perform
-from settled.settlement import Action, Cancelled, Outcome, Raised, Returned, Undecodable
+from settled.settlement import Cancelled, Outcome, Raised, Returned, Undecodable
 from settled.transports.base import AsyncChannel
 
 _RETURNED = Returned()
@@ -63,26 +63,25 @@ class Proactor(Pump[AsyncChannel]):
         return received
 
     async def _settle(self, effect: Settle) -> BaseException | None:
-        return await self._try_to_settle(effect.delivery, effect.action)
-
-    async def _try_to_settle(self, delivery: Delivery, action: Action) -> BaseException | None:
         """What a settler does, with fewer steps: this is the loop's own thread."""
+        delivery = effect.delivery
         if delivery.claim():
             try:
-                done = perform(self.channel, delivery, action)
+                done = perform(self.channel, delivery, effect.action)
                 if done is not None:
                     await done
-            except Exception as error:
-                delivery.reopen()
-                return error
-            except asyncio.CancelledError as error:
-                delivery.reopen()
-                self._interrupt(error)
-                return error
-            except BaseException:
-                delivery.reopen()
-                raise
+            except BaseException as error:
+                return self._unsettled(delivery, error)
         return None
+
+    def _unsettled(self, delivery: Delivery, error: BaseException) -> BaseException:
+        """It is open again; what is neither an error nor a cancellation ends the pump."""
+        delivery.reopen()
+        if isinstance(error, asyncio.CancelledError):
+            self._interrupt(error)
+        elif not isinstance(error, Exception):
+            raise error
+        return error
 
     async def _pause(self, effect: Pause) -> None:
         try:
@@ -90,27 +89,40 @@ class Proactor(Pump[AsyncChannel]):
         except asyncio.CancelledError as error:
             self._interrupt(error)
 
-    async def _handle(self, effect: Handle) -> Outcome | BaseException | None:
-        delivery = effect.delivery
-        try:
-            message: Message[Any] = Message(delivery, self.subscription.decode, self._settler)
-        except Exception as error:
-            return Undecodable(error)
-        self.in_hand = delivery
-        token = in_hand.set(message)
-        try:
-            await self.subscription.invoke(message)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                self._interrupt(error)
-                return Cancelled()
-            # Somebody else's cancellation, which the handler let through: an error like any other.
-            return Raised(error, delivery.settled)
-        except BaseException as error:
-            return Raised(error, delivery.settled)
-        finally:
-            in_hand.reset(token)
-            self.in_hand = None
-            delivery.handled = True
-        return _RETURNED if effect.then is None else await self._try_to_settle(delivery, effect.then)
+    async def _handle(self, effect: Handle) -> tuple[Delivery, Outcome | BaseException] | None:
+        buffered, counts, stop, settler = effect.buffered, self.counts, self._stop, self._settler
+        decode, invoke, channel = self.subscription.decode, self.subscription.invoke, self.channel
+        while buffered and not stop.rung:
+            delivery = buffered.popleft()
+            try:
+                message: Message[Any] = Message(delivery, decode, settler)
+            except Exception as error:
+                return delivery, Undecodable(error)
+            self.in_hand = delivery
+            token = in_hand.set(message)
+            try:
+                await invoke(message)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    self._interrupt(error)
+                    return delivery, Cancelled()
+                # Somebody else's cancellation, which the handler let through: an error like any other.
+                return delivery, Raised(error, delivery.settled)
+            except BaseException as error:
+                return delivery, Raised(error, delivery.settled)
+            finally:
+                in_hand.reset(token)
+                self.in_hand = None
+                delivery.handled = True
+            if not effect.acks:
+                return delivery, _RETURNED
+            if delivery.claim():
+                try:
+                    done = channel.ack(delivery)
+                    if done is not None:
+                        await done
+                except BaseException as error:
+                    return delivery, self._unsettled(delivery, error)
+            counts.acked += 1
+        return None

@@ -9,7 +9,7 @@ from settled.message import Delivery, Message, in_hand
 from settled.pump.driver import Pump
 from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped
 from settled.pump.settlers import BlockingSettler
-from settled.settlement import Action, Nack, Outcome, Raised, Returned, Undecodable
+from settled.settlement import ACKED, Action, Nack, Outcome, Raised, Returned, Undecodable
 from settled.transports.base import Channel
 
 _RETURNED = Returned()
@@ -65,20 +65,29 @@ class Reactor(Pump[Channel]):
     def _pause(self, effect: Pause) -> None:
         self._clock.wait(self._stop, 0, effect.seconds)
 
-    def _handle(self, effect: Handle) -> Outcome | Exception | None:
-        delivery = effect.delivery
-        try:
-            message: Message[Any] = Message(delivery, self.subscription.decode, self._settler)
-        except Exception as error:
-            return Undecodable(error)
-        self.in_hand = delivery
-        token = in_hand.set(message)
-        try:
-            self.subscription.invoke(message)
-        except BaseException as error:
-            return Raised(error, delivery.settled)
-        finally:
-            in_hand.reset(token)
-            self.in_hand = None
-            delivery.handled = True
-        return _RETURNED if effect.then is None else self._try_to_settle(delivery, effect.then)
+    def _handle(self, effect: Handle) -> tuple[Delivery, Outcome | BaseException] | None:
+        buffered, counts, stop, settler = effect.buffered, self.counts, self._stop, self._settler
+        decode, invoke = self.subscription.decode, self.subscription.invoke
+        while buffered and not stop.rung:
+            delivery = buffered.popleft()
+            try:
+                message: Message[Any] = Message(delivery, decode, settler)
+            except Exception as error:
+                return delivery, Undecodable(error)
+            self.in_hand = delivery
+            token = in_hand.set(message)
+            try:
+                invoke(message)
+            except BaseException as error:
+                return delivery, Raised(error, delivery.settled)
+            finally:
+                in_hand.reset(token)
+                self.in_hand = None
+                delivery.handled = True
+            if not effect.acks:
+                return delivery, _RETURNED
+            failed = self._try_to_settle(delivery, ACKED.action)
+            if failed is not None:
+                return delivery, failed
+            counts.acked += 1
+        return None
