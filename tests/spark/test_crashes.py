@@ -248,6 +248,13 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
                 process.wait(30)
 
 
+def is_executor(process: psutil.Process) -> bool:
+    try:
+        return "CoarseGrainedExecutorBackend" in " ".join(process.cmdline())
+    except psutil.Error:  # a short-lived child that has ended meanwhile
+        return False
+
+
 def test_on_a_cluster_an_executor_may_be_killed(shop: Shop, tmp_path: Path) -> None:
     with cluster(tmp_path) as (url, worker):
         conf = {
@@ -260,9 +267,7 @@ def test_on_a_cluster_an_executor_may_be_killed(shop: Shop, tmp_path: Path) -> N
         told = plan(shop, tmp_path, "pause", master=url, conf=conf, runs=2)
         with driver(told) as process:
             wait_for((tmp_path / "work" / "working").exists, 240)
-            executors = [
-                p for p in family(worker.pid) if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline())
-            ]
+            executors = [p for p in family(worker.pid) if is_executor(p)]
             assert executors
             executors[0].kill()
             (tmp_path / "work" / "go").touch()
