@@ -341,6 +341,42 @@ def test_acknowledged_on_delivery_runs_the_handler_once(stage: Stage) -> None:
     assert len(stage.calls) == 1
 
 
+def test_what_is_acknowledged_on_delivery_is_handled_though_the_pump_is_told_to_stop_meanwhile(
+    stage: Stage,
+) -> None:
+    stage.implicit(lambda _: None, ack_on_delivery=True, buffer=2)
+    stage.publish(1, 2)
+    (subscription,) = stage.app.subscriptions
+    transport, clock = stage.rehearsal.transport, stage.rehearsal.clock
+    if stage.kind == "proactor":
+        channel = transport.async_channel(subscription.source)
+
+        async def main() -> None:
+            pump = Proactor(subscription, channel, clock, until_idle=True)
+            acknowledge = channel.ack
+
+            async def ack(delivery: Delivery) -> None:
+                await acknowledge(delivery)
+                pump.stop()
+
+            channel.ack = ack  # type: ignore[method-assign]
+            await pump.run()
+
+        asyncio.run(main())
+    else:
+        blocking = transport.channel(subscription.source)
+        pump = Reactor(subscription, blocking, clock, until_idle=True)
+        acknowledge = blocking.ack
+
+        def ack(delivery: Delivery) -> None:
+            acknowledge(delivery)
+            pump.stop()
+
+        blocking.ack = ack  # type: ignore[method-assign]
+        pump.run()
+    assert [call.id for call in stage.calls] == [1]
+
+
 # The window of the limit, and every delay, on a clock of the test's own.
 
 

@@ -40,7 +40,7 @@ class Receive(msgspec.Struct, frozen=True, gc=False):
 
 class Handle(msgspec.Struct, frozen=True):
     """Take message by message from the left: decode its payload, run the handler and, if that returns and
-    `acks` says so, acknowledge it and count that.
+    `acks` says so, acknowledge it and count that. The first is handled in any case.
 
     Answered with None when none is left or the pump is to stop; else with the first message that went another
     way, and the error of its acknowledgement or the outcome that is still to be decided on.

@@ -92,7 +92,7 @@ class Proactor(Pump[AsyncChannel]):
     async def _handle(self, effect: Handle) -> tuple[Delivery, Outcome | BaseException] | None:
         buffered, counts, stop, settler = effect.buffered, self.counts, self._stop, self._settler
         decode, invoke, channel = self.subscription.decode, self.subscription.invoke, self.channel
-        while buffered and not stop.rung:
+        while True:
             delivery = buffered.popleft()
             try:
                 message: Message[Any] = Message(delivery, decode, settler)
@@ -125,4 +125,5 @@ class Proactor(Pump[AsyncChannel]):
                 except BaseException as error:
                     return delivery, self._unsettled(delivery, error)
             counts.acked += 1
-        return None
+            if not buffered or stop.rung:
+                return None

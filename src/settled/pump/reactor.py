@@ -68,7 +68,7 @@ class Reactor(Pump[Channel]):
     def _handle(self, effect: Handle) -> tuple[Delivery, Outcome | BaseException] | None:
         buffered, counts, stop, settler = effect.buffered, self.counts, self._stop, self._settler
         decode, invoke = self.subscription.decode, self.subscription.invoke
-        while buffered and not stop.rung:
+        while True:
             delivery = buffered.popleft()
             try:
                 message: Message[Any] = Message(delivery, decode, settler)
@@ -90,4 +90,5 @@ class Reactor(Pump[Channel]):
             if failed is not None:
                 return delivery, failed
             counts.acked += 1
-        return None
+            if not buffered or stop.rung:
+                return None
