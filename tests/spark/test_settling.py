@@ -22,6 +22,7 @@ from settled.policy import PolicyOptions
 from settled.queue.errors import BadRequest, Conflict
 from settled.queue.types import PopRequest
 from settled.spark import attempt, read_queue, settle, settle_batch
+from settled.spark.frames import Reading
 from tests.spark.conftest import Run, Shop, finished
 
 
@@ -186,6 +187,21 @@ def test_rows_nobody_will_see_are_not_even_sent_to_spark(spark: SparkSession, sh
     assert shop.totals(queue) == {"messages": 51, "acked": 48, "retried": 1, "dead": 2, "batches": 2}
     assert {d.payload for d in shop.dead(queue)} == {b'{"id":1,"kind":"poison"}', b"{nonsense"}
     assert shop.lag(queue) == (0, 0)
+
+
+def test_a_handler_too_large_for_every_task_stays_a_udf(spark: SparkSession, shop: Shop, run: Run) -> None:
+    large = bytes(range(256)) * 8192
+
+    def weigh(order: Order) -> int:
+        return len(large) + order.id
+
+    queue = shop.queue()
+    shop.push(queue, orders("good good"), lanes=1)
+    df = attempted("fused", spark, shop, queue, weigh)
+    assert Reading.of(attempted("fused", spark, shop, queue)) is not None
+    assert Reading.of(df) is None
+    run(df, queue + "-out")
+    assert shop.pop_all(queue + "-out") == {"p0": [2**21, 2**21 + 1]}
 
 
 def test_rows_of_pure_sql_settle_by_their_columns(spark: SparkSession, shop: Shop, run: Run) -> None:
