@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from settled.transports.base import Attempts, Capabilities, DelayMeans, LeaseLos
 from settled.transports.kafka.lane import KafkaDelivery, Lane
 from settled.transports.kafka.records import headers_of
 from settled.transports.kafka.settings import DEFAULT_GROUP, Settled
+from settled.transports.kafka.thread import Thread
 
 if TYPE_CHECKING:
     from settled.transports.kafka.transport import KafkaTransport
@@ -64,7 +64,8 @@ class KafkaChannel:
         self._lock = threading.Lock()
         self._committing = asyncio.Lock()
         self._consumer: Consumer | None = None
-        self._polling: ThreadPoolExecutor | None = None
+        self._polling: Thread | None = None
+        self._telling: Thread | None = None
         self._polled = 0.0
         self._wakes = 0
         self._trouble: KafkaException | None = None
@@ -94,16 +95,16 @@ class KafkaChannel:
         self, call: Callable[[int, float], list[KafkaDelivery]], limit: int, wait: float
     ) -> list[KafkaDelivery]:
         if self._polling is None:
-            self._polling = ThreadPoolExecutor(1, thread_name_prefix="settled-kafka")
-        polling = self._polling.submit(call, limit, wait)
+            self._polling = Thread("settled-kafka-poll")
+        polling = self._polling.run(call, limit, wait)
         try:
-            return await asyncio.shield(asyncio.wrap_future(polling))
+            return await asyncio.shield(polling)
         except asyncio.CancelledError:
             # Nobody is there to take what it brings.
             polling.add_done_callback(self._put_back)
             raise
 
-    def _put_back(self, polling: Future[list[KafkaDelivery]]) -> None:
+    def _put_back(self, polling: asyncio.Future[list[KafkaDelivery]]) -> None:
         if polling.cancelled() or polling.exception() is not None:
             return
         with self._lock:
@@ -307,8 +308,10 @@ class KafkaChannel:
         if polling is None:
             return
         # Giving up the partitions commits what is settled of them.
-        await asyncio.wrap_future(polling.submit(self._leave))
-        polling.shutdown(wait=False)
+        await polling.run(self._leave)
+        polling.end()
+        if self._telling is not None:
+            self._telling.end()
 
     def _leave(self) -> None:
         consumer, self._consumer = self._consumer, None
@@ -324,7 +327,8 @@ class KafkaChannel:
             with self._lock:
                 wanted = _wanted(self._lanes.values())
             if wanted and consumer is not None:
-                await asyncio.to_thread(self._commit_now, consumer, wanted)
+                self._telling = self._telling or Thread("settled-kafka-commit")
+                await self._telling.run(self._commit_now, consumer, wanted)
 
     def _commit_now(self, consumer: Consumer, wanted: list[tuple[Lane, int, str]]) -> None:
         if not wanted:

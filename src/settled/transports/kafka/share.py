@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
@@ -28,6 +27,7 @@ from settled.settlement import Reject
 from settled.transports.base import Capabilities, DelayMeans, LeaseLost, NackMeans, Source
 from settled.transports.kafka.records import KEY, headers_of, identity, stored_at
 from settled.transports.kafka.settings import DEFAULT_GROUP, Settled
+from settled.transports.kafka.thread import Thread
 
 if TYPE_CHECKING:
     from settled.transports.kafka.transport import KafkaTransport
@@ -94,7 +94,7 @@ class ShareChannel:
         self._group = source.group or DEFAULT_GROUP
         self._consumer: ShareConsumer | None = None
         # The client is for one thread.
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Thread | None = None
         self._fresh: deque[ShareDelivery] = deque()
         self._out: dict[tuple[int | None, int | None], ShareDelivery] = {}
         # Acked, and the client not told yet: it is told of many at once, in its thread.
@@ -126,9 +126,9 @@ class ShareChannel:
 
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="settled-kafka-share")
-        # Not undone by a cancelled caller: what it brings is the channel's, and is handed out next.
-        return await asyncio.shield(asyncio.wrap_future(self._thread.submit(call, *arguments)))
+            self._thread = Thread("settled-kafka-share")
+        # Made also if its caller is cancelled: what it brings is the channel's, and is handed out next.
+        return await self._thread.run(call, *arguments)
 
     def _poll(self, wait: float) -> None:
         if self._consumer is None:
@@ -202,7 +202,7 @@ class ShareChannel:
         self._out.clear()
         await self._quietly(self._release, left)
         self._thread = None
-        thread.shutdown(wait=False)
+        thread.end()
         await self._leave()
 
     async def _leave(self) -> None:
