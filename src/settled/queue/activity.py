@@ -117,11 +117,12 @@ class Activity:
                         self._ready.released(queue, lane, group, until.timestamp() if until else None)
                 case "config":
                     await self._registry.refresh(row["queues"])
+                    for queue in row["queues"]:
+                        self._ready.drop_queue(queue)
                     self._registry.announce()
                 case "reset":
                     for queue in row["queues"]:
-                        for key in [k for k in self._ready.sets if k[0] == queue]:
-                            self._ready.drop(key)
+                        self._ready.drop_queue(queue)
         if rows:
             self.look()
 

@@ -41,7 +41,8 @@ async def configure(
     )
     queue = await core.registry.queue(name, fresh=True)
     lane = await core.registry.lane(name, DEFAULT_PARTITION)
-    core.activity.ring()
+    if queue is not None:
+        _reset(core, queue.id)  # what was held back may be ready now
     core.registry.announce()
     if queue is None or lane is None:
         raise NotFound("queue", name)  # deleted by somebody else this very moment
@@ -128,8 +129,7 @@ async def _queue(core: Core, name: str) -> Queue:
 
 
 def _reset(core: Core, queue_id: int) -> None:
-    for key in [key for key in core.ready.sets if key[0] == queue_id]:
-        core.ready.drop(key)
+    core.ready.drop_queue(queue_id)
     core.activity.ring()
 
 

@@ -84,7 +84,10 @@ class Share:
 
 
 def assign(asks: list[Ask]) -> list[Share]:
-    """Give each ask the lanes that have waited longest; asks that settle at once may share one."""
+    """Give each ask the lanes that have waited longest, as many as it seems to need.
+
+    Asks that settle at once may share one.
+    """
     shares: list[Share] = []
     open_shares: dict[ReadySet, Share] = {}
     for ask in asks:
@@ -94,6 +97,7 @@ def assign(asks: list[Ask]) -> list[Share]:
             shares.append(Share(ask.lane.id, ask.group_id, None, ask, lease))
             continue
         taken: list[Share] = []
+        left = request.batch
         for ready in ask.sets:
             shared = open_shares.get(ready)
             if request.auto_ack and request.partitions == 1 and shared is not None and shared.room > 0:
@@ -102,8 +106,9 @@ def assign(asks: list[Ask]) -> list[Share]:
                 shared.room -= request.batch
                 taken.append(shared)
                 break
-            while len(taken) < request.partitions and ready.ready:
+            while len(taken) < request.partitions and left > 0 and ready.ready:
                 guess = next(iter(ready.ready.values()))
+                left -= guess
                 lane_id = ready.take()
                 assert lane_id is not None  # noqa: S101
                 share = Share(lane_id, ask.group_id, ready, ask, None)
@@ -112,7 +117,7 @@ def assign(asks: list[Ask]) -> list[Share]:
                 if request.auto_ack and request.partitions == 1:
                     share.room = guess - request.batch
                     open_shares[ready] = share
-            if len(taken) >= request.partitions:
+            if len(taken) >= request.partitions or left <= 0:
                 break
         if taken and not request.auto_ack:
             lease = new_lease(taken[0].lane_id, ask.group_id, wide=len(taken) > 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from settled.queue.db import listed
@@ -12,11 +13,12 @@ if TYPE_CHECKING:
 
     from settled.queue.asks import Share
 
-CLAIM = "select * from claim($1, $2, $3, $4, $5, $6, $7, $8)"
+CLAIM = "select * from claim($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 CLAIM_MANY = (
     "select * from claim_many($1, $2::text::bigint[], $3::text::int[], $4::text::int[], $5::text::uuid[], "
     "$6::text::int[])"
 )
+_place = attrgetter("lane_id", "group_id")
 MANY = 3  # lanes; for fewer the careful call is quicker
 
 
@@ -35,15 +37,18 @@ class Claimed(NamedTuple):
 
 
 async def claim(
-    link: Any, worker: str, shares: list[Share], older_than: float | None
+    link: Any, worker: str, given: list[Share], older_than: float | None
 ) -> list[tuple[Share, Claimed]]:
-    """Hand out messages to shares sorted by (lane, group).
+    """Hand out messages to shares, to those of one request in the order in which they are given.
 
     A share that is missing in the answer was not asked: its request had enough from other lanes.
     """
-    if not shares:
+    if not given:
         return []
-    if len(shares) < MANY or older_than is not None or not _plain(shares):
+    shares = sorted(given, key=_place)
+    if any(share.asks[0].request.partitions > 1 for share in shares):
+        return await _carefully(link, worker, shares, older_than, given)
+    if len(shares) < MANY or older_than is not None or _twice(shares):
         return await _carefully(link, worker, shares, older_than)
     rows = await link.fetch(
         CLAIM_MANY,
@@ -67,16 +72,26 @@ async def claim(
     return got
 
 
-def _plain(shares: list[Share]) -> bool:
-    """Whether each request has one lane, and each lane of a group one request."""
-    if any(share.asks[0].request.partitions > 1 for share in shares):
-        return False
-    return len({(share.lane_id, share.group_id) for share in shares}) == len(shares)
+def handed_out(found: Claimed) -> list[int]:
+    """The messages a lane gave, by their sequence numbers."""
+    skipped = found.skip or ()
+    fresh = (
+        found.first_seq + i
+        for i in range(found.end_seq - found.first_seq)
+        if i >= len(skipped) or not skipped[i]
+    )
+    return [*found.parked, *fresh]
+
+
+def _twice(shares: list[Share]) -> bool:
+    """Whether a lane has several requests of a group."""
+    return len(set(map(_place, shares))) < len(shares)
 
 
 async def _carefully(
-    link: Any, worker: str, shares: list[Share], older_than: float | None
+    link: Any, worker: str, shares: list[Share], older_than: float | None, turns: Sequence[Share] = ()
 ) -> list[tuple[Share, Claimed]]:
+    places = {id(share): place for place, share in enumerate(shares, 1)}
     numbers: dict[int, int] = {}  # of each request, by the ask that made it
     for share in shares:
         numbers.setdefault(id(share.asks[0]), len(numbers))
@@ -90,6 +105,7 @@ async def _carefully(
         [s.lease for s in shares],
         [s.asks[0].request.lease_seconds for s in shares],
         older_than,
+        [places[id(share)] for share in turns] or None,
     )
     queued: dict[tuple[int, int], list[Share]] = {}
     for share in shares:

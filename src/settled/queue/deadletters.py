@@ -12,7 +12,7 @@ from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.queue.lanes import check_uuid
 from settled.queue.marks import Settlement
 from settled.queue.poll import parse_time
-from settled.queue.sealing import unseal_value
+from settled.queue.sealing import open_value, unseal_value
 from settled.queue.segment import JSON, PRODUCER_KEY, TRACE_KEY, TYPE_KEY, new_base, uuid_text
 from settled.queue.types import AckItem, DeadLetter, Page, PushItem, PushResult
 
@@ -89,6 +89,7 @@ async def requeue(core: Core, dead_letter_id: str) -> PushResult:
     row = await core.pool.fetchrow("select * from dead_letter where id = $1", dead_letter_id)
     if row is None:
         raise NotFound("dead letter", dead_letter_id)
+    open_value(row["payload"])  # without its key it stays where it is
     letter = _letter(row)
     again = PushItem(
         letter.queue,

@@ -10,7 +10,7 @@ import msgspec
 
 from settled.queue.db import Pool, sql
 from settled.queue.dedup import Memory, Remembered
-from settled.queue.errors import BadRequest
+from settled.queue.errors import BadRequest, Unavailable
 from settled.queue.options import QueueOptions
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from settled.queue.batch import Chunk
 
 NAME_LIMIT = 255
+ATTEMPTS = 20
 
 
 class Queue:
@@ -42,7 +43,7 @@ class Queue:
 class Lane:
     """A lane as this worker knows it, with what waits to be appended to it."""
 
-    __slots__ = ("busy", "id", "name", "pending", "queue", "remembered", "uid")
+    __slots__ = ("busy", "id", "later", "name", "pending", "queue", "remembered", "uid")
 
     def __init__(self, lane_id: int, uid: str, name: str, queue: Queue, memory: Memory) -> None:
         self.id = lane_id
@@ -52,6 +53,8 @@ class Lane:
         self.remembered = Remembered(memory)
         self.pending: list[Chunk] = []
         self.busy = False
+        self.later = False
+        """Whether ids wait for their time in it, as far as is known."""
 
 
 def check_name(field: str, value: object) -> str:
@@ -148,6 +151,14 @@ class Registry:
         lane.remembered.forget()
         if self.lanes.get((lane.queue.name, lane.name)) is lane:
             del self.lanes[(lane.queue.name, lane.name)]
+
+    async def ensure(self, names: set[tuple[str, str]]) -> None:
+        """Find these or make them; they are known when this returns, whoever deletes them meanwhile."""
+        for _ in range(ATTEMPTS):
+            if names <= self.lanes.keys():
+                return
+            await self.make_once(names)
+        raise Unavailable("the queue is deleted again and again", 0.1)
 
     async def make_once(self, names: set[tuple[str, str]]) -> None:
         """Find these or make them, in one go for all who ask: a first push is often one of a crowd."""

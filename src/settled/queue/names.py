@@ -15,6 +15,11 @@ def new_lease(lane_id: int, group_id: int, *, wide: bool) -> str:
     return str(UUID(int=high << 64 | 0b10 << 62 | wide << 61 | random))
 
 
+def lane_of(lease_id: str) -> int:
+    """The first lane of a lease of ours."""
+    return UUID(lease_id).int >> 88
+
+
 def read_lease(lease_id: str) -> tuple[int, int, bool] | None:
     """(lane, group, covers other lanes too) of a lease id, or None if it is not one of ours."""
     try:

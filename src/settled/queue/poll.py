@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from settled.queue.soon import Done
 
 LOOK_AGAIN = 1.0
+TRIES = 100
 MAX_BATCH = 10_000
 MAX_PARTITIONS = 1_000
 _MODES = {None: "all", "": "all", "all": "all", "from_beginning": "all", "new": "new", "new-only": "new"}
@@ -97,7 +98,7 @@ class Poller:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait
         group_id = await self._registry.group(request.group)
-        looked = False
+        looked, tries = False, 0
         while not self._popper.closing:
             news = self._registry.news
             ask = await self._ask(request, group_id, start)
@@ -108,6 +109,9 @@ class Poller:
                     self._pass_on(ask.sets)
                     return ask.popped
                 why = ask.why
+                tries += 1
+                if tries < TRIES and any(ready.ready for ready in ask.sets):
+                    continue  # that lane had nothing, but others may
             if not looked:  # others may have pushed what we have not heard of
                 looked = True
                 await self._activity.read()

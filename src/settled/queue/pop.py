@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import asyncpg
 
 from settled.queue.asks import Ask, Share, assign
-from settled.queue.claims import Claimed, claim
+from settled.queue.claims import Claimed, claim, handed_out
 from settled.queue.db import Link, sql
+from settled.queue.errors import Conflict
 from settled.queue.leases import Lease
+from settled.queue.names import lane_of
 from settled.queue.pieces import cut, deal
 from settled.queue.popped import Empty, Popped, PoppedLane
 from settled.queue.turns import Turns
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 CLAIMERS = 2
 READ_AHEAD = 1500  # messages of a lane that may be read with those asked for, if they are small
-_place = attrgetter("lane_id", "group_id")
 _first_seq = attrgetter("first_seq")
 
 
@@ -145,7 +146,7 @@ class Popper:
             ask.finish(error)
 
     async def _flush(self, link: Link, asks: list[Ask]) -> None:
-        shares = sorted(assign(asks), key=_place)
+        shares = assign(asks)
         try:
             claimed = await claim(link, self._worker, shares, asks[0].older_than if asks else None)
         except BaseException:
@@ -155,10 +156,16 @@ class Popper:
             raise
         self.claims += 1
         got = self._sort_out(shares, claimed)
+        unread: dict[Ask, Exception] = {}
         if got:
-            await self._hand_out(link, got)
+            await self._registry.lanes_of(share.lane_id for share, _ in got)
+            wide: dict[str, list[int]] = {}
+            await self._hand_out(link, got, unread, wide)
+            for lease, lanes in wide.items():
+                if lanes != [lane_of(lease)]:
+                    await link.fetch(sql("wide_lease"), lease, lanes)
         for ask in asks:
-            ask.finish()
+            ask.finish(unread.get(ask) if ask.popped is None else None)
 
     def _sort_out(
         self, shares: list[Share], claimed: list[tuple[Share, Claimed]]
@@ -188,18 +195,42 @@ class Popper:
                     share.ready.answered(share.lane_id, "full", None, 1)
         return got
 
-    async def _hand_out(self, link: Link, got: list[tuple[Share, Claimed]]) -> None:
-        """Fetch the bodies and deal them out."""
-        await self._registry.lanes_of(share.lane_id for share, _ in got)
+    async def _hand_out(
+        self,
+        link: Link,
+        got: list[tuple[Share, Claimed]],
+        unread: dict[Ask, Exception],
+        wide: dict[str, list[int]],
+    ) -> None:
+        """Fetch the bodies and deal them out; what cannot be read is given back, and fails nobody else."""
+        try:
+            await self._give(link, got, wide)
+        except Conflict as error:
+            if len(got) > 1:
+                for one in got:
+                    await self._hand_out(link, [one], unread, wide)
+                return
+            share, found = got[0]
+            seqs = handed_out(found)
+            counts = dict(zip(found.failed_seqs, found.failed_counts, strict=True))
+            await link.fetch(
+                sql("take_back"),
+                share.lane_id,
+                share.group_id,
+                share.lease,
+                seqs,
+                [counts.get(seq, 0) for seq in seqs],
+            )
+            if share.ready is not None:
+                share.ready.release(share.lane_id, None, 0)
+            unread.update(dict.fromkeys(share.asks, error))
+
+    async def _give(self, link: Link, got: list[tuple[Share, Claimed]], wide: dict[str, list[int]]) -> None:
         ranges = [(s.lane_id, c.first_seq, c.end_seq) for s, c in got if c.end_seq > c.first_seq]
         ranges += [(s.lane_id, seq, seq + 1) for s, c in got for seq in c.parked]
         segments = await self._cache.load(link, ranges, READ_AHEAD)
-        wide: dict[str, list[int]] = {}
         for share, found in got:
             self._deal(share, found, segments.get(share.lane_id, []), wide)
-        for lease, lanes in wide.items():
-            if len(lanes) > 1:
-                await link.fetch(sql("wide_lease"), lease, lanes)
 
     def _deal(
         self, share: Share, found: Claimed, segments: list[Segment], wide: dict[str, list[int]]
@@ -214,7 +245,8 @@ class Popper:
             now = self._clock.now()
             lease = Lease(share.lease, lane.id, share.group_id, first, end - first, parked, pieces, now)
             self._leases.put(lease)
-            wide.setdefault(share.lease, []).append(lane.id)
+            if share.asks[0].request.partitions > 1:
+                wide.setdefault(share.lease, []).append(lane.id)
         self.messages += sum([len(piece.offsets) for piece in pieces])
         asks = share.asks
         dealt = [pieces] if len(asks) == 1 else deal(pieces, [ask.request.batch for ask in asks])

@@ -30,7 +30,7 @@ ATTEMPTS = 20
 _lane_id = attrgetter("lane.id")
 APPEND = (
     "select * from append_many($1, $2::text::bigint[], $3::text::bigint[], $4::text::bigint[], "
-    "$5::text::int[], $6, $7)"
+    "$5::text::int[], $6, $7, $8::text::bigint[])"
 )
 
 
@@ -197,18 +197,24 @@ class Pusher:
                     single.fail(error)
 
     async def append(
-        self, link: Any, batches: list[Batch], *, settle: bool = True, refuse: bool = False
+        self,
+        link: Any,
+        batches: list[Batch],
+        *,
+        settle: bool = True,
+        refuse: bool = False,
+        scheduled: bool = False,
     ) -> list[Batch]:
         """Append batches through `link`, trying again where another worker was quicker.
 
         With `settle` the callers are told; without, the caller commits first, then calls `commit`.
-        With `refuse` a duplicate raises `Duplicate`.
+        With `refuse` a duplicate raises `Duplicate`. With `scheduled` these are the ids that waited.
         """
         everything: list[Batch] = []
         waiting = batches
         for _ in range(ATTEMPTS):
             done: list[Batch] = []
-            waiting = await self._attempt(link, waiting, done, settle=settle, refuse=refuse)
+            waiting = await self._attempt(link, waiting, done, settle, refuse, scheduled)
             everything += done
             if settle:
                 self.commit(done)
@@ -225,12 +231,14 @@ class Pusher:
             batch.finish()
 
     async def _attempt(
-        self, link: Any, batches: list[Batch], done: list[Batch], *, settle: bool, refuse: bool
+        self, link: Any, batches: list[Batch], done: list[Batch], settle: bool, refuse: bool, scheduled: bool
     ) -> list[Batch]:
         await self._catch_up(link, batches)
         for batch in batches:
             batch.lane.remembered.mark()
             duplicates = await self._duplicates(link, batch) if batch.meets() else {}
+            if batch.lane.later and not scheduled:
+                duplicates |= await self._waiting(link, batch)
             if duplicates:
                 self.duplicates += len(duplicates)
                 if refuse:
@@ -252,6 +260,7 @@ class Pusher:
             listed([len(b.tx) for b in batches]),
             hashes,
             [b.body for b in batches],
+            None if scheduled or not any(hashes) else listed([b.lane.id for b in batches if b.lane.later]),
         )
         return self._take_over(batches, rows, done, settle)
 
@@ -266,6 +275,10 @@ class Pusher:
             done += batches
             return []
         by_lane = {batch.lane.id: batch for batch in batches}
+        if rows[0]["status"] == "later":
+            for row in rows:
+                by_lane[row["lane_id"]].lane.later = True
+            return batches
         again = []
         for row in rows:
             batch = by_lane[row["lane_id"]]
@@ -297,6 +310,13 @@ class Pusher:
             remembered.known = first + len(batch.tx)
         if settle:
             self._cache.put(lane.id, first, created, batch.body)
+
+    async def _waiting(self, link: Any, batch: Batch) -> dict[bytes, str]:
+        """Transaction ids of the batch that wait for their time in its lane, with the first message's id."""
+        ids = [tx.decode() for chunk in batch.chunks for tx in chunk.tx if tx]
+        rows = await link.fetch(sql("scheduled_among"), batch.lane.id, ids)
+        batch.lane.later = rows[0]["others"]
+        return {row["transaction_id"].encode(): str(row["message_id"]) for row in rows if row["message_id"]}
 
     async def known(self, link: Any, chunk: Chunk) -> dict[bytes, str]:
         """Transaction ids of the chunk that its lane has already, with the first message's id."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from settled.queue.batch import Chunk, Gone, plain_ids
-from settled.queue.errors import BadRequest, Paused, Unavailable
+from settled.queue.errors import Paused, Unavailable
 from settled.queue.push import ATTEMPTS, LANE_LIMIT
-from settled.queue.schedule import MAX_DELAY, schedule
+from settled.queue.schedule import check_delay, schedule
 from settled.queue.types import Appended, PushItem, PushResult
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ async def push(core: Core, items: Sequence[PushItem]) -> list[PushResult]:
         if item.delay_seconds:
             later = True
     if unknown:
-        await core.registry.make_once(unknown)
+        await core.registry.ensure(unknown)
         limited = True  # look closer: one of them may have a limit
     if not later and not limited:
         return await push_items(core.pusher, core.registry, items)
@@ -89,8 +89,7 @@ def _results(lane: Lane, items: Iterable[PushItem], results: Iterable[tuple[str,
 
 async def _push_mixed(core: Core, items: Sequence[PushItem], later: list[PushItem]) -> list[PushResult]:
     for item in later:
-        if not 0 < item.delay_seconds <= MAX_DELAY:
-            raise BadRequest("delaySeconds", item.delay_seconds, "must be 0 s to a year")
+        check_delay(item)
     now = await push_items(core.pusher, core.registry, [item for item in items if not item.delay_seconds])
     async with core.pool.transaction() as connection:
         waiting = await schedule(core, connection, later)
@@ -103,12 +102,10 @@ async def _push_chunks(pusher: Pusher, registry: Registry, chunks: list[Chunk]) 
     """Push chunks; those whose lane was deleted meanwhile go to a new lane of that name."""
     for _ in range(ATTEMPTS):
         await pusher.push(chunks)
-        if all(chunk.error is None for chunk in chunks):
-            return
         chunks = [chunk for chunk in chunks if isinstance(chunk.error, Gone)]
         if not chunks:
             return
-        await registry.make({(c.lane.queue.name, c.lane.name) for c in chunks})
+        await registry.ensure({(c.lane.queue.name, c.lane.name) for c in chunks})
         for chunk in chunks:
             chunk.error = None
             chunk.lane = registry.lanes[(chunk.lane.queue.name, chunk.lane.name)]
@@ -116,11 +113,14 @@ async def _push_chunks(pusher: Pusher, registry: Registry, chunks: list[Chunk]) 
 
 
 async def push_items(pusher: Pusher, registry: Registry, items: Sequence[PushItem]) -> list[PushResult]:
-    """Push items that are due now, to lanes that are known, and answer in item order."""
+    """Push items that are due now, and answer in item order."""
     if len(items) == 1:
+        if (items[0].queue, items[0].partition) not in registry.lanes:
+            await registry.ensure({(items[0].queue, items[0].partition)})
         chunk = Chunk(registry.lanes[(items[0].queue, items[0].partition)]).extend(items)
         await _push_chunks(pusher, registry, [chunk])
         return _results(chunk.lane, items, chunk.results)
+    await registry.ensure({(item.queue, item.partition) for item in items})
     lanes = registry.lanes
     chunks: list[Chunk] = []
     runs: list[tuple[Chunk, int]] = []  # neighbours of one lane stay together

@@ -173,16 +173,15 @@ class ReadySets:
 
     async def _scan(self, ready: ReadySet) -> None:
         """Find what is ready now. News that come meanwhile are already being added."""
-        now = self._clock.now()
         for row in await self._pool.fetch(sql("ready_lanes"), ready.queue_id, ready.group_id):
-            until = row["until"]
-            if until is not None and until > now:
-                if row["blocks"]:
-                    ready.hold(row["lane_id"], until)
-                    continue
-                ready.wake_at(row["lane_id"], until)
+            lane_id, until = row["lane_id"], row["until"]
+            if row["blocks"]:
+                ready.hold(lane_id, until)
+                continue
+            if until is not None:
+                ready.wake_at(lane_id, until)
             if row["count"] > 0:
-                ready.add(row["lane_id"], row["count"])
+                ready.add(lane_id, row["count"])
 
     def pushed(self, lanes: Iterable[tuple[int, int, int]]) -> None:
         """Messages were appended: (queue, lane, how many)."""
@@ -231,6 +230,11 @@ class ReadySets:
             if due is not None and (soonest is None or due < soonest):
                 soonest = due
         return soonest
+
+    def drop_queue(self, queue_id: int) -> None:
+        """Forget what was known of a queue, as when it is configured anew."""
+        for ready in list(self.by_queue.get(queue_id, ())):
+            self.drop((queue_id, ready.group_id))
 
     def drop(self, key: tuple[int, int]) -> None:
         """Forget a set; it is read again when it is needed."""

@@ -10,7 +10,7 @@ from settled.queue import dedup, sealing, segment
 from settled.queue.activity import wait_for
 from settled.queue.batch import Batch, Chunk, Gone
 from settled.queue.db import sql
-from settled.queue.errors import BadRequest, Unavailable
+from settled.queue.errors import BadRequest, Conflict, Unavailable
 from settled.queue.types import PushResult
 
 if TYPE_CHECKING:
@@ -24,13 +24,19 @@ MOVE = 500
 LOOK_EVERY = 1.0
 
 
+def check_delay(item: PushItem) -> None:
+    """Refuse a delay that is none."""
+    if not 0 < item.delay_seconds <= MAX_DELAY:
+        raise BadRequest("delaySeconds", item.delay_seconds, "must be 0 s to a year")
+
+
 async def schedule(core: Core, connection: Any, items: Sequence[PushItem]) -> list[PushResult]:
     """Note delayed items and answer in their order; an id that waits or is in the lane is a duplicate."""
     results: list[PushResult] = []
-    for item in items:
-        if not 0 < item.delay_seconds <= MAX_DELAY:
-            raise BadRequest("delaySeconds", item.delay_seconds, "must be 0 s to a year")
-        lane = core.registry.lanes[(item.queue, item.partition)]
+    await core.registry.ensure({(item.queue, item.partition) for item in items})
+    lanes = [core.registry.lanes[(item.queue, item.partition)] for item in items]
+    for item, lane in zip(items, lanes, strict=True):
+        check_delay(item)
         chunk = Chunk(lane).extend([item])
         message_id = segment.uuid_text(segment.new_base())
         tx, status = item.transaction_id, "queued"
@@ -95,14 +101,16 @@ class Scheduler:
                 moved = []
                 for row in rows:
                     lane = core.registry.lanes_by_id.get(row["lane_id"])
-                    if lane is not None and lane.queue.options.encryption_enabled and not sealing.keys():
+                    try:
+                        if lane is not None:
+                            _add(chunks.setdefault(lane.id, Chunk(lane)), row)
+                    except Conflict:
                         continue  # for a worker that has the key
                     moved.append(row["id"])
-                    if lane is not None:
-                        _add(chunks.setdefault(lane.id, Chunk(lane)), row)
+                chunks = {lane_id: chunk for lane_id, chunk in chunks.items() if chunk.tx}
                 busy = await core.pusher.exclusive([chunk.lane for chunk in chunks.values()])
                 fresh = [Batch(chunk.lane, [chunk]) for chunk in chunks.values()]
-                batches = await core.pusher.append(connection, fresh, settle=False)
+                batches = await core.pusher.append(connection, fresh, settle=False, scheduled=True)
                 await connection.fetch(sql("scheduled_done"), moved)
         except Gone:
             return 0
@@ -117,14 +125,16 @@ class Scheduler:
 
 
 def _add(chunk: Chunk, row: Any) -> None:
+    read = sealing.open_value if chunk.lane.queue.options.encryption_enabled else sealing.unseal_value
+    headers, payload = read(row["headers"]), read(row["payload"])
     tx = (row["transaction_id"] or "").encode()
     if chunk.ids is None:
         chunk.ids = []
     chunk.ids.append(UUID(str(row["message_id"])).bytes)
     chunk.tx.append(tx)
     chunk.hashes.append(dedup.fingerprint(tx) if tx else 0)
-    chunk.headers.append(sealing.unseal_value(row["headers"]))
-    chunk.payloads.append(sealing.unseal_value(row["payload"]))
+    chunk.headers.append(headers)
+    chunk.payloads.append(payload)
 
 
 def _stored(chunk: Chunk) -> tuple[list[bytes], list[bytes]]:

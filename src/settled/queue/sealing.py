@@ -77,11 +77,19 @@ def seal_value(value: bytes) -> bytes:
     return _MAGIC + seal(value, 0) if value else value
 
 
-def unseal_value(value: bytes, otherwise: bytes | None = None) -> bytes:
-    """What `seal_value` was given; what cannot be opened, or never was sealed, comes back as it is."""
+def open_value(value: bytes) -> bytes:
+    """What `seal_value` was given; what never was sealed comes back as it is. Conflict without its key."""
     if not value.startswith(_MAGIC):
         return value
     try:
         return unseal(value[len(_MAGIC) :])
-    except (Conflict, struct.error):
+    except struct.error:
+        return value
+
+
+def unseal_value(value: bytes, otherwise: bytes | None = None) -> bytes:
+    """What `seal_value` was given; what cannot be opened, or never was sealed, comes back as it is."""
+    try:
+        return open_value(value)
+    except Conflict:
         return value if otherwise is None else otherwise

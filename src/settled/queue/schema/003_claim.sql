@@ -4,6 +4,13 @@ language sql immutable as $$
     select case when p_times is null then 0 else (select count(*)::int from unnest(p_times) t where t <= p_at) end
 $$;
 
+-- When a message was appended.
+create function created_of(p_lane bigint, p_seq bigint) returns timestamptz
+language sql stable as $$
+    select coalesce(s.times[p_seq - s.first_seq + 1], s.created_at) from segment s
+     where s.lane_id = p_lane and s.first_seq <= p_seq order by s.first_seq desc limit 1
+$$;
+
 -- Where a group begins on a lane it has not touched: at the first message kept, or after its subscription's time.
 create function start_of(p_group int, p_lane bigint) returns bigint
 language sql stable as $$
@@ -18,12 +25,42 @@ language sql stable as $$
      where l.id = p_lane
 $$;
 
+-- Put a group at the beginning of a lane it has not touched, and lock it there.
+create function begin_consumer(p_lane bigint, p_group int) returns void
+language plpgsql as $$
+begin
+    insert into consumer (lane_id, group_id, cursor, base)
+    select l.id, p_group, s, s from lane l, start_of(p_group, l.id) s where l.id = p_lane
+        on conflict do nothing;
+    perform from consumer c where c.lane_id = p_lane and c.group_id = p_group for update;
+end
+$$;
+
+-- Undo a claim whose messages could not be read: its lease is over, or they come again as if they had been parked.
+create function take_back(p_lane bigint, p_group int, p_lease uuid, p_seq bigint[], p_attempts int[]) returns void
+language plpgsql as $$
+begin
+    if p_lease is not null then
+        update consumer set lease_until = clock_timestamp()
+         where lane_id = p_lane and group_id = p_group and lease = p_lease;
+        return;
+    end if;
+    perform from consumer where lane_id = p_lane and group_id = p_group for update;
+    insert into exception (lane_id, group_id, seq, attempts, due, parked)
+    select p_lane, p_group, u.seq, u.attempts, clock_timestamp(), true from unnest(p_seq, p_attempts) u (seq, attempts)
+        on conflict do nothing;
+    update consumer set odd = true, next_due = least(next_due, clock_timestamp()), consumed = consumed - cardinality(p_seq)
+     where lane_id = p_lane and group_id = p_group;
+end
+$$;
+
 -- Hand out messages of several lanes to several requests. Entries are sorted by (lane, group), the one order in which
 -- consumers are locked. All entries of a request share its lease and its p_want; no lease: settled at once.
+-- p_older_than is for what is too old: it waits for no retry. p_turns says in which order the entries are served, where a request has several; null is their own.
 -- status: ok | empty | leased | blocked | window | gone; `until` says when to look again.
 create function claim(
     p_worker text, p_request int[], p_lane bigint[], p_group int[], p_want int[], p_lease uuid[],
-    p_seconds int[], p_older_than double precision
+    p_seconds int[], p_older_than double precision, p_turns int[]
 ) returns table (
     request int, lane_id bigint, status text, first_seq bigint, end_seq bigint, skip varbit, parked bigint[],
     failed_seqs bigint[], failed_counts int[], until timestamptz, head bigint
@@ -36,7 +73,16 @@ declare
     j_lane bigint[] := '{}'; j_group int[] := '{}'; j_first bigint[] := '{}'; j_last bigint[] := '{}';
     j_count int[] := '{}';
 begin
-    for i in 1 .. cardinality(p_lane) loop
+    if p_turns is not null then
+        for i in 1 .. cardinality(p_lane) loop
+            perform from consumer c where c.lane_id = p_lane[i] and c.group_id = p_group[i] for update;
+            if not found then
+                perform begin_consumer(p_lane[i], p_group[i]);
+            end if;
+        end loop;
+    end if;
+    for v_turn in 1 .. cardinality(p_lane) loop
+        i := coalesce(p_turns[v_turn], v_turn);
         v_request := p_request[i];
         v_want := coalesce(v_left[v_request + 1], p_want[i]);
         lane_id := p_lane[i];
@@ -49,9 +95,7 @@ begin
         head := null;
         select * into c from consumer c where c.lane_id = p_lane[i] and c.group_id = p_group[i] for update;
         if not found then
-            insert into consumer (lane_id, group_id, cursor, base)
-            select l.id, p_group[i], s, s from lane l, start_of(p_group[i], l.id) s where l.id = p_lane[i]
-                on conflict do nothing;
+            perform begin_consumer(p_lane[i], p_group[i]);
             select * into c from consumer c where c.lane_id = p_lane[i] and c.group_id = p_group[i] for update;
         end if;
         -- Read the lane only now: it may have grown while we waited for the consumer's lock.
@@ -116,10 +160,13 @@ begin
             -- The careful path: skip what is settled or deleted, stop before what must wait, add parked ones that are due.
             delete from exception e where e.lane_id = p_lane[i] and e.group_id = p_group[i] and e.seq < l.first_seq;
             v_parked := array(select e.seq from exception e
-                             where e.lane_id = p_lane[i] and e.group_id = p_group[i] and e.parked and e.due <= v_now
+                             where e.lane_id = p_lane[i] and e.group_id = p_group[i] and e.parked
+                               and case when p_older_than is null then e.due <= v_now
+                                        else created_of(p_lane[i], e.seq) <= v_bound end
                              order by e.due, e.seq limit v_want);
             select least(v_stop, min(e.seq)), least(v_due, min(e.due)) into v_stop, v_due from exception e
-             where e.lane_id = p_lane[i] and e.group_id = p_group[i] and not e.parked and e.due > v_now and e.seq >= v_cursor;
+             where e.lane_id = p_lane[i] and e.group_id = p_group[i] and not e.parked and e.due > v_now and e.seq >= v_cursor
+               and p_older_than is null;
             v_stop := least(v_stop, head);
             v_want := v_want - cardinality(v_parked);
             if l.has_holes then

@@ -2,9 +2,11 @@
 -- length of the arrays costs more than running them.
 
 -- append() where nothing is in the way, which is nearly always: one row, status `all`, with the first sequence number of
--- each lane in `firsts`. Otherwise what append() answers.
+-- each lane in `firsts`. Otherwise what append() answers; or, and nothing is appended, the lanes in which ids wait for their
+-- time, as `later`, but for those in p_looked, where the caller has looked for its own among them (null: it need not).
 create function append_many(
-    p_worker text, p_queue bigint[], p_lane bigint[], p_known bigint[], p_n int[], p_hashes bytea[], p_body bytea[]
+    p_worker text, p_queue bigint[], p_lane bigint[], p_known bigint[], p_n int[], p_hashes bytea[], p_body bytea[],
+    p_looked bigint[]
 ) returns table (
     lane_id bigint, status text, first_seq bigint, n int, created_at timestamptz, hashes bytea, firsts bigint[]
 ) language plpgsql set plan_cache_mode = force_generic_plan as $$
@@ -14,6 +16,14 @@ declare
 begin
     select array_agg(l.id), array_agg(l.next_seq), max(l.newest_at) into v_lane, v_next, v_newest
       from (select id, next_seq, newest_at from lane where id = any (p_lane) order by id for no key update) l;
+    if exists (select from scheduled s
+                where s.lane_id = any (p_lane) and s.lane_id <> all (p_looked) and s.transaction_id is not null) then
+        return query
+            select distinct s.lane_id, 'later', null::bigint, null::int, null::timestamptz, null::bytea, null::bigint[]
+              from scheduled s
+             where s.lane_id = any (p_lane) and s.lane_id <> all (p_looked) and s.transaction_id is not null;
+        return;
+    end if;
     if v_lane is distinct from p_lane
        or (p_known <> v_next and exists (select from unnest(p_known, v_next) u (known, next) where u.known <> u.next)) then
         return query select a.*, null::bigint[] from append(p_worker, p_queue, p_lane, p_known, p_n, p_hashes, p_body) a;

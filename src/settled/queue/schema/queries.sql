@@ -58,7 +58,10 @@ select s.lane_id, s.first_seq, s.n, s.created_at, s.body
  where s.first_seq < r.stop or s.size <= 131072
 
 -- name: ready_lanes
-select l.id as lane_id, (l.next_seq - greatest(coalesce(c.cursor, 0), l.first_seq))::int as count,
+select l.id as lane_id,
+       -- A parked message that is due, or was under a lease that is over, lies behind the cursor.
+       greatest(l.next_seq - greatest(coalesce(c.cursor, 0), l.first_seq),
+                case when least(c.next_due, c.lease_until) <= clock_timestamp() then 1 else 0 end)::int as count,
        extract(epoch from case when c.lease_until > clock_timestamp() then c.lease_until else c.next_due end)::float8 as until,
        coalesce(c.lease_until > clock_timestamp(), false) as blocks
   from lane l
@@ -94,6 +97,9 @@ values ($1, $2, $3, case when $3 = 'new' then clock_timestamp() else $4::timesta
 -- name: lease_row
 select c.lane_id, c.group_id, c.lease, c.base, c.batch_end, c.answered, c.parked_out, c.lease_until > clock_timestamp() as valid
   from consumer c where c.lane_id = $1 and c.group_id = $2
+
+-- name: take_back
+select take_back($1, $2, $3, $4, $5)
 
 -- name: wide_lease
 insert into wide_lease (lease, lanes) values ($1, $2)
@@ -149,6 +155,11 @@ returning lane_id, transaction_id, message_id
 -- name: scheduled_first
 select message_id from scheduled where lane_id = $1 and transaction_id = $2
 
+-- name: scheduled_among
+select s.transaction_id, s.message_id,
+       exists (select from scheduled where lane_id = $1 and transaction_id is not null) as others
+  from (select 1) one left join scheduled s on s.lane_id = $1 and s.transaction_id = any ($2::text[])
+
 -- name: scheduled_due
 select id, lane_id, message_id, transaction_id, headers, payload from scheduled
  where due <= clock_timestamp() order by due, id limit $1 for update skip locked
@@ -168,12 +179,12 @@ select l.id as lane_id, coalesce(c.group_id, 0) as group_id, q.seconds::float8 a
          where o.wait > 0 or o.ttl > 0) q
   join lane l on l.queue_id = q.id
   left join consumer c on c.lane_id = l.id
- where l.next_seq > greatest(l.first_seq, coalesce(c.cursor, 0))
-   and (c.lease is null or c.lease_until <= clock_timestamp())
-   and (select coalesce(s.times[greatest(l.first_seq, coalesce(c.cursor, 0)) - s.first_seq + 1], s.created_at) from segment s
-         where s.lane_id = l.id and s.first_seq <= greatest(l.first_seq, coalesce(c.cursor, 0))
-         order by s.first_seq desc limit 1)
-       < clock_timestamp() - make_interval(secs => q.seconds)
+ cross join lateral (select clock_timestamp() - make_interval(secs => q.seconds) as bound) b
+ where (c.lease is null or c.lease_until <= clock_timestamp())
+   and (l.next_seq > greatest(l.first_seq, coalesce(c.cursor, 0))
+        and created_of(l.id, greatest(l.first_seq, coalesce(c.cursor, 0))) < b.bound
+        or c.odd and exists (select from exception e where e.lane_id = l.id and e.group_id = c.group_id
+                                and e.seq >= l.first_seq and created_of(l.id, e.seq) < b.bound))
  limit $1
 
 -- name: compactable
