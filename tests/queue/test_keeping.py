@@ -72,6 +72,47 @@ async def test_what_waits_too_long_goes_to_the_dead_letters_of_the_group_that_di
 
 
 @with_engine
+async def test_what_waits_for_a_retry_or_behind_one_does_not_live_longer(engine: Engine) -> None:
+    for retry in ("in_order", "parked"):
+        options = {"retry": retry, "ttl": 5, "retryDelay": 600_000}
+        await engine.configure(retry, options)
+        await push(engine, retry, "a", "b", "c")
+        await settle(engine, await pop(engine, retry, 1), "failed", "a")
+    await _age(engine, 60)
+    await push(engine, "parked", "young")
+    assert (await engine.tidy())["expired"] == 6
+    for retry in ("in_order", "parked"):
+        letters = (await engine.dead_letters(queue=retry)).rows
+        assert sorted(letter.transaction_id for letter in letters) == ["a", "b", "c"]
+        assert {letter.error for letter in letters} == {"waited longer than ttl (5 s)"}
+    assert await drain(engine, "parked") == ["young"]
+
+
+@with_engine
+async def test_a_young_retry_is_not_too_old_because_its_neighbour_is(engine: Engine) -> None:
+    await engine.configure("q", {"retry": "parked", "ttl": 30, "retryDelay": 0})
+    await push(engine, "q", "old")
+    await _age(engine, 60)
+    await push(engine, "q", "young")
+    taken = await pop(engine, "q", partition="Default")
+    await settle(engine, taken, "failed", "young")
+    await settle(engine, taken, "retry", "old")
+    assert (await engine.tidy())["expired"] == 1
+    assert await drain(engine, "q") == ["young"]
+
+
+@with_engine
+async def test_many_that_are_too_old_do_not_keep_each_other(engine: Engine) -> None:
+    await engine.configure("q", {"ttl": 5, "retryDelay": 600_000})
+    for number in range(250):
+        await push(engine, "q", "a", partition=str(number))
+    for _ in range(120):
+        await settle(engine, await pop(engine, "q", 1), "failed")
+    await _age(engine, 60)
+    assert (await engine.tidy())["expired"] == 250
+
+
+@with_engine
 async def test_dead_letters_outlive_their_message(engine: Engine) -> None:
     await push(engine, "q", "a")
     await settle(engine, await pop(engine, "q"), "dlq", error="bad")

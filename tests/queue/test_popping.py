@@ -271,3 +271,68 @@ async def test_closing_answers_those_who_wait(engine: Engine) -> None:
         await asyncio.sleep(0.1)
     for batch in await asyncio.wait_for(asyncio.gather(*waiting), 5):
         assert batch.empty == "timeout"
+
+
+@with_engines(2)
+async def test_a_parked_message_that_is_due_is_found_by_who_did_not_see_it_fail(
+    one: Engine, two: Engine
+) -> None:
+    await one.configure("q", {"retry": "parked", "retryDelay": 100, "leaseTime": 1})
+    await push(one, "q", "a", "b")
+    taken = await pop(one, "q")
+    await settle(one, taken, "failed", "a")
+    await settle(one, taken, "completed", "b")
+    await asyncio.sleep(0.3)
+    assert ids(await pop(two, "q", wait=10)) == ["a"]  # though nothing lies before the cursor
+    await asyncio.sleep(1.2)  # its lease is over, and nobody was told
+    two._core.ready.reset()
+    assert ids(await pop(two, "q", wait=10)) == ["a"]
+
+
+@with_engine
+async def test_partitions_of_one_pop_are_served_in_turn(engine: Engine) -> None:
+    await push(engine, "q", *map(str, range(100)), partition="busy")
+    await push(engine, "q", "x", partition="quiet")
+    for start in range(100, 1000, 100):
+        taken = await pop(engine, "q", 10, partitions=2)
+        await settle(engine, taken, "completed")
+        if "x" in ids(taken):
+            break
+        await push(engine, "q", *map(str, range(start, start + 100)), partition="busy")
+    else:
+        pytest.fail("the quiet partition was never served")
+
+
+@with_engine
+async def test_several_partitions_of_several_queues_come_by_priority(engine: Engine) -> None:
+    await engine.configure("low", {"priority": 1}, namespace="n")
+    await engine.configure("high", {"priority": 9}, namespace="n")
+    await push(engine, "low", "a", "b", "c")
+    await push(engine, "high", "d", "e")
+    taken = await engine.pop(PopRequest(namespace="n", batch=3, partitions=2))
+    assert ids(taken) == ["d", "e", "a"]
+
+
+@with_engine
+async def test_a_lease_over_several_partitions_is_extended_whichever_gave_something(engine: Engine) -> None:
+    await push(engine, "q", "a", partition="first")
+    await push(engine, "q", "b", partition="second")
+    stale = await pop(engine, "q", partition="first", auto_ack=True)  # as if another worker had taken it
+    assert ids(stale) == ["a"]
+    taken = await pop(engine, "q", partitions=2)
+    assert ids(taken) == ["b"]
+    assert (await engine.extend(taken.lease_id or "", 60)).success
+
+
+@with_engines(2)
+async def test_what_was_held_back_comes_when_the_queue_does_not_ask_for_it_any_more(
+    one: Engine, two: Engine
+) -> None:
+    for option in ("delayedProcessing", "windowBuffer"):
+        await one.configure(option, {option: 600})
+        await push(one, option, "a")
+        assert ids(await pop(one, option)) == ids(await pop(two, option)) == []
+        await one.configure(option, {})
+        assert ids(await pop(two, option, wait=10)) == ["a"]
+        await push(one, option, "b", partition="other")
+        assert ids(await pop(one, option, wait=10)) == ["b"]

@@ -10,7 +10,7 @@ import pytest
 
 from settled.queue import dedup
 from settled.queue.engine import Engine
-from settled.queue.types import BadRequest, PushItem, QueueFull
+from settled.queue.types import BadRequest, PushItem, PushOp, QueueFull
 from tests.queue.helpers import drain, ids, pop, push, settle, with_engine, with_engines
 
 
@@ -295,3 +295,52 @@ async def test_a_limit_that_is_lifted_while_a_push_waits_does_not_refuse_it(engi
     async with room.hold(counts):
         await push(engine, "q", *"abcde")
     assert len(await drain(engine, "q")) == 5
+
+
+@with_engines(2)
+async def test_an_id_that_waits_for_its_time_is_met_by_a_push_without_a_delay(
+    one: Engine, two: Engine
+) -> None:
+    (first,) = await push(one, "q", "k", delay_seconds=1)
+    (other,) = await push(one, "q", "l", delay_seconds=1)
+    for engine in (one, two, one):
+        again = await push(engine, "q", "k", "fresh", "k")
+        assert [result.status for result in again] == ["duplicate", again[1].status, "duplicate"]
+        assert {again[0].message_id, again[2].message_id} == {first.message_id}
+    refused = await two.transaction([PushOp([PushItem("q", b"2", transaction_id="l")])])
+    assert not refused.success
+    assert "'l'" in (refused.error or "")
+    taken: list[str] = []
+    async with asyncio.timeout(20):
+        while len(taken) < 3:
+            taken += ids(await pop(two, "q", auto_ack=True, wait=1))
+    assert sorted(taken) == ["fresh", "k", "l"]
+    (late,) = await push(two, "q", "l")
+    assert (late.status, late.message_id) == ("duplicate", other.message_id)
+    await push(two, "q", "m")
+    assert not two._core.registry.lanes[("q", "Default")].later
+
+
+@with_engines(2)
+async def test_pushes_to_a_queue_that_is_deleted_meanwhile_are_answered(one: Engine, two: Engine) -> None:
+    await one.configure("limited", {"maxSize": 100_000})
+    stop = asyncio.Event()
+
+    async def pushing(engine: Engine, number: int) -> int:
+        count = 0
+        while not stop.is_set():
+            for queue in ("limited", "plain"):
+                delay = 30.0 if count % 3 == 0 else 0.0
+                items = [PushItem(queue, b"1", f"p{i}", delay_seconds=delay) for i in range(1 + count % 2)]
+                results = await engine.push(items)
+                assert {result.status for result in results} == {"queued"}
+            count += 1
+        return count
+
+    tasks = [asyncio.create_task(pushing(engine, n)) for n, engine in enumerate([one, two] * 3)]
+    for _ in range(25):
+        await asyncio.gather(one.delete_queue("limited"), two.delete_queue("plain"))
+        await one.configure("limited", {"maxSize": 100_000})
+        await asyncio.sleep(0.02)
+    stop.set()
+    assert all(await asyncio.gather(*tasks))

@@ -105,6 +105,42 @@ async def test_keys_are_replaced_by_naming_the_new_one_first(engine: Engine) -> 
 
 
 @with_engine
+async def test_what_cannot_be_read_is_kept_for_who_can(engine: Engine) -> None:
+    await engine.configure("safe", {"encryptionEnabled": True, "retryLimit": 0, "leaseTime": 300})
+    await _push(engine, "dead")
+    await settle(engine, await pop(engine, "safe"), "failed")
+    (letter,) = (await engine.dead_letters(queue="safe")).rows
+    await _push(engine, "a", "b", "c")
+    await _push(engine, "later", delay=0.2)
+    lane = engine._core.registry.lanes[("safe", "Default")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(sealing.VARIABLE, NEW)
+        for auto_ack in (True, False, True):
+            engine._core.cache.forget_lane(lane.id)
+            await engine.push([PushItem("open", b"1", transaction_id=f"x{auto_ack}{lane.id}")])
+            refused, fine = await asyncio.gather(  # they share a claim
+                pop(engine, "safe", 2, auto_ack=auto_ack), drain(engine, "open"), return_exceptions=True
+            )
+            assert isinstance(refused, Conflict)
+            assert not isinstance(fine, BaseException)
+        with pytest.raises(Conflict, match="not in SETTLED_ENCRYPTION_KEY"):
+            await engine.requeue(letter.id)
+        await asyncio.sleep(0.4)  # due, and not for this worker
+        await engine._core.scheduler.move()
+    engine._core.cache.forget_lane(lane.id)
+    first = await pop(engine, "safe", 2)
+    assert [(m.transaction_id, m.payload) for m in first.messages()] == [("a", SECRET), ("b", SECRET)]
+    await settle(engine, first, "completed")
+    await engine.requeue(letter.id)
+    rest: list[str] = []
+    async with asyncio.timeout(20):
+        while len(rest) < 3:
+            rest += ids(await pop(engine, "safe", auto_ack=True, wait=1))
+    assert sorted(rest)[:1] == ["c"]
+    assert "later" in rest
+
+
+@with_engine
 async def test_without_a_key_nothing_is_stored_in_clear_and_others_are_not_disturbed(engine: Engine) -> None:
     await engine.configure("safe", {"encryptionEnabled": True})
     with pytest.MonkeyPatch.context() as patch:

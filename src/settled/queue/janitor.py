@@ -27,6 +27,8 @@ LANES_A_ROUND = 2_000
 """Of many idle lanes a round looks at so many; the next one goes on from there."""
 OVERDUE = 100
 OVERDUE_BATCH = 500
+OVERDUE_BUDGET = 2.0
+"""Seconds a round may take for it."""
 JOURNAL_DAYS = 7
 JOURNAL_STEP = 2000
 JOURNAL_BUDGET = 1.0
@@ -108,9 +110,20 @@ class Janitor:
 
     async def _expire(self) -> int:
         """Move what waited longer than maxWaitTimeSeconds or ttl to its group's dead letters."""
+        moved, end = 0, time.monotonic() + OVERDUE_BUDGET
+        while not self._core.stopping.is_set():
+            lanes, count = await self._expire_some()
+            moved += count
+            if lanes < OVERDUE or not count or time.monotonic() > end:
+                break
+        return moved
+
+    async def _expire_some(self) -> tuple[int, int]:
+        """How many lanes had something to move, and how much was moved."""
         core = self._core
         moved = 0
-        for row in await core.pool.fetch(sql("overdue"), OVERDUE):
+        rows = await core.pool.fetch(sql("overdue"), OVERDUE)
+        for row in rows:
             await core.registry.lanes_of([row["lane_id"]])
             lane = core.registry.lanes_by_id.get(row["lane_id"])
             if lane is None:
@@ -131,7 +144,7 @@ class Janitor:
                 for m in ask.popped.messages()
             ]
             moved += await bury(core, items, group)
-        return moved
+        return len(rows), moved
 
     async def _old_journal(self) -> int:
         """As fast as it grows, but a little at a time."""

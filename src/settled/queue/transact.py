@@ -60,10 +60,7 @@ class _Pushes:
             yield
 
     async def _find(self) -> None:
-        lanes = self._core.registry.lanes
-        unknown = {(i.queue, i.partition) for i in self._items if (i.queue, i.partition) not in lanes}
-        if unknown:
-            await self._core.registry.make(unknown)
+        await self._core.registry.ensure({(item.queue, item.partition) for item in self._items})
 
     async def prepare(self) -> list[Lane]:
         """Find or make the lanes; answers them, to be kept out of flushes."""
@@ -141,7 +138,7 @@ async def _transaction(
         lanes = await work.prepare()
         found, marks = await core.settler.find(acks, "")
         if any(result is not None for result in found):
-            return _failed([r or _not_applied(a) for r, a in zip(found, acks, strict=True)])
+            return _failed(operations, found)
         settlement = Settlement([mark for mark in marks if mark is not None], True)
         busy = await core.pusher.exclusive(lanes)
         try:
@@ -158,7 +155,7 @@ async def _transaction(
         except (_Refused, Duplicate) as error:
             work.forget()
             settlement.finish()
-            return _failed([mark.result for mark in settlement.marks if mark.result is not None], str(error))
+            return _failed(operations, [mark.result for mark in settlement.marks], str(error))
         except BaseException:
             work.forget()
             raise
@@ -186,13 +183,24 @@ def _with_group(op: AckOp) -> AckItem:
     )
 
 
-def _not_applied(item: AckItem) -> AckResult:
-    return AckResult(item.transaction_id, False, "not_applied", "another operation failed")
+def _not_applied(item: AckItem | PushItem) -> AckResult:
+    return AckResult(item.transaction_id or "", False, "not_applied", "another operation failed")
 
 
-def _failed(results: list[AckResult], error: str = "") -> TransactionResult:
-    why = next((r.error for r in results if r.error and r.message != "not_applied"), None)
-    return TransactionResult(False, list(results), error or why or "the transaction was not applied")
+def _failed(
+    operations: Sequence[PushOp | AckOp], acked: Sequence[AckResult | None], error: str = ""
+) -> TransactionResult:
+    """Why nothing was applied; the results tell which operation was in the way."""
+    why = next((r.error for r in acked if r is not None and r.error and r.message != "not_applied"), None)
+    found = iter(acked)
+    results: list[PushResult | AckResult] = []
+    for op in operations:
+        if isinstance(op, AckOp):
+            own = next(found)
+            results.append(own if own is not None and not own.success else _not_applied(op.item))
+        else:
+            results += map(_not_applied, op.items)
+    return TransactionResult(False, results, error or why or "the transaction was not applied")
 
 
 def _required(lease_id: str) -> tuple[int, int, str]:

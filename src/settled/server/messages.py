@@ -249,13 +249,14 @@ class Messages:
         ]
         shown = [
             _operation(i, kind, each)
-            for i, (kind, each) in enumerate(zip(kinds, result.results, strict=False))
+            for i, (kind, each) in enumerate(zip(kinds, result.results, strict=True))
         ]
         answer = {"transactionId": str(uuid.uuid4()), "success": result.success, "results": shown}
         if result.success:
             return ok(answer)
         why = next(
-            (r.message for r in result.results if isinstance(r, AckResult) and not r.success), "conflict"
+            (r.message for r in result.results if isinstance(r, AckResult) and r.message != "not_applied"),
+            "conflict",
         )
         return ok({**answer, "error": result.error or "Transaction failed", "message": why}, 409)
 
