@@ -80,7 +80,8 @@ async def test_what_waits_for_a_retry_or_behind_one_does_not_live_longer(engine:
         await settle(engine, await pop(engine, retry, 1), "failed", "a")
     await _age(engine, 60)
     await push(engine, "parked", "young")
-    assert (await engine.tidy())["expired"] == 6
+    while (await engine.tidy()).get("expired", 1):
+        pass
     for retry in ("in_order", "parked"):
         letters = (await engine.dead_letters(queue=retry)).rows
         assert sorted(letter.transaction_id for letter in letters) == ["a", "b", "c"]
@@ -109,7 +110,9 @@ async def test_many_that_are_too_old_do_not_keep_each_other(engine: Engine) -> N
     for _ in range(120):
         await settle(engine, await pop(engine, "q", 1), "failed")
     await _age(engine, 60)
-    assert (await engine.tidy())["expired"] == 250
+    while (await engine.tidy()).get("expired", 1):
+        pass
+    assert (await engine.dead_letters(queue="q")).total == 250
 
 
 @with_engine
@@ -200,6 +203,15 @@ async def test_a_deleted_message_is_not_delivered(engine: Engine) -> None:
     assert all(r.success for r in await settle(engine, batch, "completed"))
     assert await drain(engine, "q", "g") == ["b", "d"]
     assert [m.transaction_id for m in await engine.messages(queue="q")] == ["d", "b"]
+    assert (await engine.queue("q")).total == 2
+    assert [r.status for r in await push(engine, "q", "a", "b")] == ["queued", "duplicate"]  # its id is free
+    assert (await engine.message(partition, "a")).seq == 4
+    await engine.delete_message(partition, "a")
+    assert await drain(engine, "q") == []
+    assert (await push(engine, "q", "a"))[0].status == "queued"
+    assert await drain(engine, "q", "h") == ["b", "d", "a"]
+    with pytest.raises(BadRequest, match="partitionId"):
+        await engine.journal(queue="q", transaction_id="a")
 
 
 @with_engine

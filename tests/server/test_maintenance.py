@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from settled.queue import sealing
 from settled.queue.types import PushItem
-from settled.server.spool import Entry, kept, pack
+from settled.server.spool import Entry, kept, pack, unpack
 from settled.server.testing import RunningServer, running_server
 from tests.server.http import Http
 
@@ -75,8 +78,9 @@ def test_a_full_queue_holds_up_nobody_elses_kept_pushes(http: Http, queue: str) 
     full = f"{queue}.full"
     http.configure(full, maxSize=2)
     with _maintenance(http):
+        http.push(full, 0, 1, 2)  # more than ever fit at once
+        http.push(full, 3)
         for n in range(4):
-            http.push(full, n)
             http.push(queue, n)
     assert [data for data, *_ in _take(http, queue, 4)] == [0, 1, 2, 3]
     _until(http, 2)
@@ -98,12 +102,34 @@ def test_what_can_never_be_pushed_is_put_aside(server: RunningServer, http: Http
     draft = folder / "left.draft"
     draft.write_bytes(b"".join(records))
     draft.rename(folder / "left.pushes")
-    assert [(data, tx) for data, tx, _ in _take(http, queue, 2)] == [(1, "one"), (2, "two")]
+    assert [data for data, *_ in _take(http, queue, 3)] == [1, 0, 2]
     _until(http, 0)
-    assert _buffers(http) == (0, refused + 2)
+    assert _buffers(http) == (0, refused + 1)
     assert http("GET", SWITCH).body["bufferHealthy"] is False
     assert (folder / "left.refused").stat().st_size > 0
     assert not (folder / "left.pushes").exists()
+
+
+def _stored(data: str) -> Iterator[Entry]:
+    for path in (Path(data) / "spool").glob("*.pushes"):
+        yield from unpack(path.read_bytes())
+
+
+def test_kept_pushes_wait_for_their_key_and_hold_up_nobody_else(
+    server: RunningServer, http: Http, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(server.data or "") / "spool"
+    folder.mkdir(exist_ok=True)
+    plain = pack(Entry(time.time(), [kept(PushItem(queue, b"1"))]))
+    monkeypatch.setenv(sealing.VARIABLE, "11" * 32)
+    sealed = pack(Entry(time.time(), [kept(PushItem(queue, b"2"))]))
+    for name, record in (("0-sealed", sealed), ("1-plain", plain)):
+        draft = folder / f"{name}.draft"
+        draft.write_bytes(record)
+        draft.rename(folder / f"{name}.pushes")
+    assert [data for data, *_ in _take(http, queue, 1)] == [1]
+    assert (folder / "0-sealed.pushes").exists()
+    (folder / "0-sealed.pushes").unlink()
 
 
 def test_kept_pushes_outlive_the_server(tmp_path: Path) -> None:
@@ -121,6 +147,8 @@ def test_kept_pushes_outlive_the_server(tmp_path: Path) -> None:
     with running_server(data=data) as server:
         http = Http(server.url)
         assert http("GET", SWITCH).body["maintenanceMode"] is True
+        _until(http, kept := len(list(_stored(data))))
+        assert kept >= 20
         http("POST", SWITCH, {"enabled": False})
         assert {tx for _, tx, _ in _take(http, "q", 20)} == {f"{n}" for n in range(20)}
         _until(http, 0)

@@ -143,13 +143,21 @@ def _group_lag(row: Any, now: float) -> GroupLag:
 
 
 async def locate(core: Core, lane: Lane, transaction_id: str) -> tuple[Segment, int]:
-    """The segment with a message, and the message's place in it; NotFound if it is gone."""
+    """The segment with a message, and the message's place in it; NotFound if it is gone.
+
+    One that was deleted by hand is answered if no other has its id.
+    """
     raw = transaction_id.encode(errors="replace")
+    deleted: tuple[Segment, int] | None = None
     for row in await core.pool.fetch(sql("segment_by_hash"), lane.id, dedup.pack([dedup.fingerprint(raw)])):
         segment = Segment(row["first_seq"], micros(row["created_at"]), row["body"])
-        own = segment.own_tx() or []
-        if raw in own:
-            return segment, own.index(raw)
+        for at, own in enumerate(segment.own_tx() or ()):
+            if own == raw:
+                if not await core.pool.fetch(sql("is_hole"), lane.id, segment.first_seq + at):
+                    return segment, at
+                deleted = segment, at
+    if deleted is not None:
+        return deleted
     before = 2**62 if _UUID.fullmatch(transaction_id) else 0
     while rows := await core.pool.fetch(sql("lane_segments"), lane.id, before, 200):
         for row in rows:  # an id that we made is a message's own id
@@ -273,6 +281,8 @@ async def journal(
 ) -> list[JournalEntry]:
     """How messages were settled, newest first."""
     check_page(limit, 0)
+    if transaction_id is not None and partition_id is None:
+        raise BadRequest("transactionId", transaction_id, "needs its partitionId")
     ids: list[int] | None = None
     seq: int | None = None
     if partition_id is not None:

@@ -337,13 +337,15 @@ class Pusher:
         suspects = batch.lane.remembered.suspects([key for chunk in batch.chunks for key in chunk.hashes])
         # Retention may have removed what the cache and the hashes still know.
         heads = await link.fetch(sql("lane_heads"), [batch.lane.id])
-        first = heads[0]["first_seq"] if heads else 0
+        first, holes = (heads[0]["first_seq"], heads[0]["has_holes"]) if heads else (0, False)
         found: dict[bytes, str] = {}
         for chunk in batch.chunks:
             for tx, key in zip(chunk.tx, chunk.hashes, strict=True):
                 for seq in suspects.get(key, ()) if key else ():
                     stored = await self._cache.message(link, batch.lane.id, seq) if seq >= first else None
                     if stored is not None and (own := stored.own_tx()) and own[seq - stored.first_seq] == tx:
+                        if holes and await link.fetch(sql("is_hole"), batch.lane.id, seq):
+                            continue  # deleted by hand
                         found[tx] = stored.id(seq - stored.first_seq)
                         break
         return found

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from settled.queue import sealing
-from settled.queue.errors import QueueError, QueueFull, Unavailable
+from settled.queue.errors import Conflict, QueueError, QueueFull, Unavailable
 from settled.queue.types import PushItem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from settled.queue.engine import Engine
@@ -72,32 +72,22 @@ def unpack(stored: bytes) -> Iterator[Entry]:
         raw = stored[at + _head.size : at + _head.size + size]
         if len(raw) < size or zlib.crc32(raw) != checksum:
             return
-        yield _decode(sealing.unseal_value(raw))
+        yield _decode(sealing.open_value(raw))
         at += _head.size + size
 
 
 class _Part:
-    """A file that is being pushed: its entries, and which are done."""
+    """A file that is being pushed: its messages that are not pushed yet, each with the time when it came."""
 
-    def __init__(self, path: Path, entries: list[Entry]) -> None:
+    def __init__(self, path: Path, entries: Iterable[Entry]) -> None:
         self.path = path
-        self.entries = dict(enumerate(entries))
+        self.left = dict(enumerate((item, entry.at) for entry in entries for item in entry.items))
 
     def now(self, blocked: set[str]) -> Iterator[list[int]]:
-        """Entries in order, some at a time; none that must wait for a queue that is full."""
-        group: list[int] = []
-        size = 0
-        for at, entry in list(self.entries.items()):
-            if not blocked.isdisjoint(item.queue for item in entry.items):
-                blocked.update(item.queue for item in entry.items)
-                continue
-            group.append(at)
-            size += len(entry.items)
-            if size >= TOGETHER:
-                yield group
-                group, size = [], 0
-        if group:
-            yield group
+        """Messages in order, some at a time; none that must wait for a queue that is full."""
+        places = [at for at, (item, _) in self.left.items() if item.queue not in blocked]
+        for start in range(0, len(places), TOGETHER):
+            yield places[start : start + TOGETHER]
 
 
 class Spool:
@@ -113,6 +103,7 @@ class Spool:
         self._pusher: asyncio.Task[None] | None = None
         self._parts: dict[Path, _Part] = {}
         self._own: set[Path] = set()
+        self._closed: set[Path] = set()
         self.pending = 0
         self.refused = 0
 
@@ -181,16 +172,18 @@ class Spool:
     async def _run(self) -> None:
         while True:
             try:
-                if not self._engine.pushes_paused:
-                    await self._push_all()
+                await self._push_all(paused=self._engine.pushes_paused)
             except Unavailable:
                 pass
             except Exception:
                 log.exception("pushes that were kept could not be pushed; trying again")
             await asyncio.sleep(LOOK_EVERY)
 
-    async def _push_all(self) -> None:
-        if self._writer is None or self._writer.done():
+    async def _push_all(self, *, paused: bool) -> None:
+        """Push what there is; while pushing is switched off, only see how much it is."""
+        for path in [path for path in self._parts if not path.exists()]:  # another process pushed it
+            self.pending -= len(self._parts.pop(path).left)
+        if not paused and (self._writer is None or self._writer.done()):
             self._leave()
         blocked: set[str] = set()
         for path in sorted(self._folder.glob("*.pushes")):
@@ -201,36 +194,47 @@ class Spool:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if path.exists():
-                    await self._push(path, blocked)
+                    part = await self._read(path)
+                    if part is not None and not paused:
+                        await self._push(part, blocked)
             except BlockingIOError:
                 continue
             finally:
                 os.close(file)
 
-    async def _push(self, path: Path, blocked: set[str]) -> None:
+    async def _read(self, path: Path) -> _Part | None:
         part = self._parts.get(path)
         if part is None:
             stored = await asyncio.to_thread(path.read_bytes)
-            part = self._parts[path] = _Part(path, list(unpack(stored)))
+            try:
+                part = _Part(path, unpack(stored))
+            except Conflict as error:
+                if path not in self._closed:
+                    self._closed.add(path)
+                    log.error("kept pushes in %s wait for their key: %s", path, error)  # noqa: TRY400
+                return None
+            self._parts[path] = part
             if path not in self._own:
-                self.pending += sum(len(entry.items) for entry in part.entries.values())
+                self.pending += len(part.left)
+        return part
+
+    async def _push(self, part: _Part, blocked: set[str]) -> None:
         for group in part.now(blocked):
             if not await self._try(part, group, blocked):
                 for at in group:
                     await self._try(part, [at], blocked)
-        if not part.entries:
-            os.unlink(path)
-            del self._parts[path]
-            self._own.discard(path)
+        if not part.left:
+            os.unlink(part.path)
+            del self._parts[part.path]
+            self._own.discard(part.path)
 
     async def _try(self, part: _Part, group: list[int], blocked: set[str]) -> bool:
-        """Push some entries; False if one of several is in the way of the others."""
-        entries = [part.entries[at] for at in group]
-        queues = {item.queue for entry in entries for item in entry.items}
+        """Push some messages; False if one of several is in the way of the others."""
+        queues = {part.left[at][0].queue for at in group}
         if not blocked.isdisjoint(queues):
             return False
         try:
-            await self._engine.push([_pushed(item, entry.at) for entry in entries for item in entry.items])
+            await self._engine.push([_pushed(*part.left[at]) for at in group])
         except Unavailable:
             raise
         except QueueError as error:
@@ -239,20 +243,21 @@ class Spool:
             if isinstance(error, QueueFull):
                 blocked |= queues
                 return False
-            self._refuse(part, entries[0], error)
+            self._refuse(part, *part.left[group[0]], error)
         for at in group:
-            self.pending -= len(part.entries.pop(at).items)
+            del part.left[at]
+        self.pending -= len(group)
         return True
 
-    def _refuse(self, part: _Part, entry: Entry, error: QueueError) -> None:
+    def _refuse(self, part: _Part, item: Kept, came: float, error: QueueError) -> None:
         """What can never be pushed is put aside, so that nothing waits behind it."""
         aside = part.path.with_suffix(".refused")
         with aside.open("ab") as file:
-            file.write(pack(entry))
+            file.write(pack(Entry(came, [item])))
             file.flush()
             os.fsync(file.fileno())
-        self.refused += len(entry.items)
-        log.error("%d kept messages cannot be pushed, they are in %s: %s", len(entry.items), aside, error)
+        self.refused += 1
+        log.error("a kept message cannot be pushed, it is in %s: %s", aside, error)
 
 
 def kept(item: PushItem) -> Kept:

@@ -200,6 +200,13 @@ begin
 end
 $$;
 
+-- How many messages a lane has from a sequence number on, without those that were deleted by hand.
+create function messages_from(l lane, p_seq bigint) returns bigint
+language sql stable as $$
+    select l.next_seq - greatest(l.first_seq, p_seq) - case when l.has_holes then
+        (select count(*) from hole h where h.lane_id = l.id and h.seq >= greatest(l.first_seq, p_seq)) else 0 end
+$$;
+
 -- How far groups are behind on each lane.
 create function lane_lags(p_queue text, p_group text)
 returns table (

@@ -19,7 +19,7 @@ select id as lane_id, uid as lane_uid, name as partition, queue_id from lane whe
 select id as lane_id, uid as lane_uid, name as partition, queue_id from lane where id = any ($1::bigint[])
 
 -- name: lane_heads
-select id, next_seq, first_seq from lane where id = any ($1::bigint[])
+select id, next_seq, first_seq, has_holes from lane where id = any ($1::bigint[])
 
 -- name: lane_hashes
 select s.lane_id, s.first_seq, s.hashes
@@ -260,8 +260,8 @@ delete from dead_letter where id = any ($1::uuid[]) returning id
 -- name: queue_stats
 select q.id, q.uid, q.name, q.namespace, q.task, q.options, q.created_at,
        count(l.id)::int as partitions,
-       coalesce(sum(l.next_seq - l.first_seq), 0)::bigint as total,
-       coalesce(sum(l.next_seq - greatest(l.first_seq, coalesce(c.cursor, l.first_seq))), 0)::bigint as pending,
+       coalesce(sum(messages_from(l, l.first_seq)), 0)::bigint as total,
+       coalesce(sum(messages_from(l, coalesce(c.cursor, l.first_seq))), 0)::bigint as pending,
        coalesce(sum(c.processing), 0)::bigint as processing,
        (select count(*) from dead_letter d where d.queue_id = q.id) as dead
   from queue q
@@ -275,9 +275,9 @@ select q.id, q.uid, q.name, q.namespace, q.task, q.options, q.created_at,
  group by q.id order by q.name
 
 -- name: lane_stats
-select l.uid, l.name, l.created_at, l.newest_at, l.next_seq - l.first_seq as total,
+select l.uid, l.name, l.created_at, l.newest_at, messages_from(l, l.first_seq) as total,
        (select coalesce(s.times[1], s.created_at) from segment s where s.lane_id = l.id order by s.first_seq limit 1) as oldest_at,
-       l.next_seq - greatest(l.first_seq, coalesce(c.cursor, l.first_seq)) as pending,
+       messages_from(l, coalesce(c.cursor, l.first_seq)) as pending,
        coalesce(c.processing, 0)::bigint as processing,
        (select count(*) from dead_letter d where d.lane_id = l.id) as dead
   from lane l
@@ -311,6 +311,9 @@ select d.lane_id, d.consumer_group, d.seq, true, d.attempts, d.error, d.failed_a
   from unnest($1::bigint[], $2::bigint[], $3::bigint[]) r (lane, first, last)
   join dead_letter d on d.lane_id = r.lane and d.seq between r.first and r.last
  order by at
+
+-- name: is_hole
+select from hole where lane_id = $1 and seq = $2
 
 -- name: lane_holes
 select h.lane_id, h.seq from unnest($1::bigint[], $2::bigint[], $3::bigint[]) r (lane, first, last)
