@@ -225,6 +225,11 @@ async def test_maintenance_switches_pause_pops_and_refuse_pushes(engine: Engine)
     state = await engine.maintenance(push=False, pop=False)
     assert (state.push, state.pop) == (False, False)
     assert ids(await pop(engine, "q")) == ["a"]
+    waiting = asyncio.create_task(pop(engine, "q", wait=30))
+    await asyncio.sleep(0.2)
+    await engine.maintenance(pop=True)
+    await push(engine, "q", "b", partition="other")
+    assert (await waiting).empty == "paused"
 
 
 @with_engine

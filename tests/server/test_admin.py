@@ -103,6 +103,10 @@ def test_a_dead_letter_is_put_back_or_dropped(http: Http, queue: str) -> None:
     for message in messages:
         http.ack(message, "dlq", error="bad")
     letters = {m["data"]: m for m in http("GET", "/api/v1/dlq", queue=queue).body["messages"]}
+    day = letters["one"]["failedAt"][:10]
+    span = {"from": day, "to": letters["three"]["failedAt"][:10]}
+    assert http("GET", "/api/v1/dlq", queue=queue, **span).body["total"] == 3  # to the end of the day
+    assert http("GET", "/api/v1/dlq", queue=queue, to=f"{day}T00:00:00Z").body["total"] == 0
     back = http("POST", f"/api/v1/dlq/{letters['one']['id']}/retry")
     assert (back.status, back.body["success"], back.body["queueName"]) == (200, True, queue)
     [again] = http.pop(queue)["messages"]

@@ -73,6 +73,33 @@ def test_a_port_that_is_taken_is_said_plainly(home: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "key", "said"),
+    [
+        (["--dsn", "postgresql://nobody@127.0.0.1:1/none"], "", "database is unavailable"),
+        (["--dsn", "postgresql://nobody@127.0.0.1:1/none", "--workers", "2"], "", "database is unavailable"),
+        (["--dsn", "mysql://x"], "", "invalid DSN"),
+        (["--host", "203.0.113.1"], "", "cannot listen on 203.0.113.1"),
+        ([], "short", "SETTLED_ENCRYPTION_KEY"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_said_plainly(
+    home: Path, options: list[str], key: str, said: str
+) -> None:
+    command = [sys.executable, "-m", "settled.server.command", "serve", "--port", "0", "--data", str(home)]
+    done = subprocess.run(
+        [*command, *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "SETTLED_ENCRYPTION_KEY": key},
+    )
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_graceful_stop_answers_what_is_in_flight_and_ends_long_polls(home: Path) -> None:
     async def main(url: str, pid: int) -> tuple[list[int], Any, float]:
         async with aiohttp.ClientSession() as session:

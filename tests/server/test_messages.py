@@ -322,14 +322,26 @@ def test_a_transaction_with_a_bad_lease_or_a_duplicate_does_nothing(http: Http, 
     [message] = http.pop(queue)["messages"]
     push = {"type": "push", "items": [{"queue": f"{queue}.new", "payload": 1}]}
     stale = {"type": "ack", **ack_of(message), "leaseId": str(uuid.uuid4())}
-    answer = http("POST", "/api/v1/transaction", {"operations": [push, stale]})
+    fine = {"type": "ack", **ack_of(message)}
+    http.push(f"{queue}.other", 1)
+    [other] = http.pop(f"{queue}.other")["messages"]
+    answer = http(
+        "POST",
+        "/api/v1/transaction",
+        {"operations": [push, {"type": "ack", **ack_of(other)}, push, stale]},
+    )
     assert answer.status == 409
     assert answer.body["success"] is False
     assert answer.body["error"]
+    assert answer.body["message"] == "invalid_lease"
+    assert [(r["index"], r["type"], r["message"]) for r in answer.body["results"]] == [
+        (0, "push", "not_applied"),
+        (1, "ack", "not_applied"),
+        (2, "push", "not_applied"),
+        (3, "ack", "invalid_lease"),
+    ]
     taken = {"type": "push", "items": [{"queue": f"{queue}.out", "payload": 2, "transactionId": "taken"}]}
-    answer = http(
-        "POST", "/api/v1/transaction", {"operations": [push, {"type": "ack", **ack_of(message)}, taken]}
-    )
+    answer = http("POST", "/api/v1/transaction", {"operations": [push, fine, taken]})
     assert answer.status == 409
     assert http.pop(f"{queue}.new")["messages"] == []
     assert http.ack(message).status == 200

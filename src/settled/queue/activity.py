@@ -107,7 +107,7 @@ class Activity:
             match row["kind"]:
                 case "push":
                     queues, lanes = row["queues"], row["lanes"]
-                    if any(q not in self._registry.queues_by_id for q in queues):
+                    if any(lane not in self._registry.lanes_by_id for lane in lanes):
                         self._registry.announce()
                     self._ready.pushed((q, lane, 1) for q, lane in zip(queues, lanes, strict=True))
                 case "release":

@@ -59,14 +59,22 @@ class Core:
             self.pool,
             self.give_back,
         )
-        self.poller = Poller(self.pool, self.registry, self.ready, self.popper, self.activity, self.clock)
+        self.switches: dict[str, bool] = {}
+        self.poller = Poller(
+            self.pool,
+            self.registry,
+            self.ready,
+            self.popper,
+            self.activity,
+            self.clock,
+            lambda: self.switches.get("pop", False),
+        )
         self.settler = Settler(
             dsn, self.worker, self.registry, self.cache, self.ready, self.leases, self.clock, self.activity
         )
         self.scheduler = Scheduler(self)
         self.janitor = Janitor(self)
         self.room = Room(self)
-        self.switches: dict[str, bool] = {}
         self.stopping = asyncio.Event()
         self._given_back: set[asyncio.Task[Any]] = set()
         self._tasks: list[asyncio.Task[Any]] = []

@@ -84,8 +84,6 @@ class Engine:
 
     async def pop(self, request: PopRequest) -> Popped:
         """Hand out a batch under a lease (auto_ack: settled at once), waiting up to `wait` seconds."""
-        if self._core.switches.get("pop"):
-            return Popped(request.group, empty="paused")
         return await self._core.poller.pop(request)
 
     def pop_soon(self, request: PopRequest, done: Done[Popped]) -> bool:

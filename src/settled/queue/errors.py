@@ -34,9 +34,10 @@ class Conflict(QueueError):
 class QueueFull(QueueError):
     """The queue holds `max_size` pending messages or more and takes no push until some are settled."""
 
-    def __init__(self, queue: str, size: int, max_size: int) -> None:
+    def __init__(self, queue: str, size: int, max_size: int, count: int = 1) -> None:
+        more = f" and {count} to be pushed" if count > 1 else ""
         super().__init__(
-            f"queue {queue!r} is full: {size} pending, maxSize {max_size}; settle some or raise maxSize"
+            f"queue {queue!r} is full: {size} pending{more}, maxSize {max_size}; settle some or raise maxSize"
         )
         self.queue = queue
         self.size = size

@@ -15,7 +15,7 @@ from settled.queue.popped import Empty, Popped
 from settled.queue.types import QUEUE_MODE, PopRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from settled.queue.activity import Activity
     from settled.queue.db import Clock, Pool
@@ -77,6 +77,7 @@ class Poller:
         popper: Popper,
         activity: Activity,
         clock: Clock,
+        paused: Callable[[], bool],
     ) -> None:
         self._pool = pool
         self._registry = registry
@@ -84,6 +85,7 @@ class Poller:
         self._popper = popper
         self._activity = activity
         self._clock = clock
+        self._paused = paused
         self._subscribed: set[tuple[int, int]] = set()
         self._checked: PopRequest | None = None
 
@@ -100,6 +102,8 @@ class Poller:
         group_id = await self._registry.group(request.group)
         looked, tries = False, 0
         while not self._popper.closing:
+            if self._paused():  # also while it waited
+                return Popped(request.group, empty="paused")
             news = self._registry.news
             ask = await self._ask(request, group_id, start)
             why: Empty = "partition_not_found" if request.partition is not None else "no_available_partition"

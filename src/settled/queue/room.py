@@ -136,5 +136,5 @@ def _full(
     for queue, limit in limits.items():
         size = sizes[queue.id]["size"] + taken.get(queue.id, 0) if limit else 0
         if limit and size + entry.counts[queue] > limit:
-            return QueueFull(queue.name, size, limit)
+            return QueueFull(queue.name, size, limit, entry.counts[queue])
     return None

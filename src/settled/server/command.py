@@ -27,13 +27,17 @@ def serve(
     body_limit: Annotated[int, typer.Option(help="Largest request body, in bytes.", min=1024)] = BODY_LIMIT,
 ) -> None:
     """Run the queue's HTTP server."""
+    from settled.queue.embedded import EmbeddedError
+    from settled.queue.errors import QueueError
+
+    from .process import WorkerFailed
     from .process import serve as run_server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         run_server(host, port, workers, dsn, data, body_limit=body_limit, announce=_announce)
-    except OSError as error:
-        typer.echo(str(error), err=True)
+    except (OSError, QueueError, EmbeddedError, WorkerFailed) as error:
+        typer.echo(f"settled: {error}", err=True)
         raise typer.Exit(1) from None
 
 

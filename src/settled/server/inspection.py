@@ -31,7 +31,7 @@ class DeadLetters:
             partition=query.name("partition"),
             group=query.name("consumerGroup"),
             since=query.time("from"),
-            until=query.time("to"),
+            until=query.end("to"),
             limit=query.integer("limit", 100, 1, LIMIT),
             offset=query.integer("offset", 0, 0, OFFSET),
         )
@@ -85,7 +85,7 @@ class Inspection:
             task=query.name("task"),
             status=status,
             since=query.time("from"),
-            until=query.time("to"),
+            until=query.end("to"),
             limit=query.integer("limit", 200, 1, LIMIT),
             offset=query.integer("offset", 0, 0, OFFSET),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import TypeVar
 from urllib.parse import parse_qsl
@@ -174,6 +174,11 @@ class Query:
         """A time, or None if it is not given."""
         value = self.text(field)
         return None if value is None else timestamp(value, field)
+
+    def end(self, field: str) -> datetime | None:
+        """A time up to which something is asked for; of a day, its end."""
+        moment, day = self.time(field), len(self.text(field) or "") <= len("2026-01-31")
+        return moment + timedelta(days=1) if moment is not None and day else moment
 
     def has(self, field: str) -> bool:
         """Whether the parameter is there and not empty."""

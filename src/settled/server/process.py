@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from settled.queue import sealing
 from settled.queue.embedded import EmbeddedError, EmbeddedPostgres
 
 from .config import BODY_LIMIT, GRACE, HOST, PORT, Config, data_directory, default_workers
@@ -45,6 +46,7 @@ def serve(
     Without `dsn` an embedded Postgres is started in `data`. Port 0 takes a free one. `announce` is given the
     lines that say where the server listens and where the data is.
     """
+    sealing.keys()  # a key that is none is refused now, not when a message comes
     home = data_directory(data)
     sock = listen(host, port)
     with contextlib.ExitStack() as stack:
@@ -84,7 +86,9 @@ def listen(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        raise OSError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from error
     sock.setblocking(False)
     return sock
 
@@ -127,6 +131,10 @@ async def _keep_postgres(home: Path) -> None:
             each.stop()
 
 
+class WorkerFailed(Exception):
+    """A child process ended before it listened."""
+
+
 class _Worker:
     """One child process, and how it says that it is ready."""
 
@@ -156,7 +164,7 @@ async def _run_workers(
     async def launch(index: int) -> None:
         children[index] = child = _Worker(msgspec.structs.replace(config, index=index), sock, lifeline)
         if not await asyncio.wait_for(asyncio.to_thread(child.wait_ready), START_WITHIN):
-            raise RuntimeError(f"worker {index} did not start; its error is above")
+            raise WorkerFailed(f"worker {index} did not start; its error is above")
 
     try:
         # The first one brings the schema up to date; the others find it done.
@@ -171,7 +179,7 @@ async def _run_workers(
                     log.warning("worker %d ended with %s; starting another", index, child.process.returncode)
                     try:
                         await launch(index)
-                    except RuntimeError as error:
+                    except WorkerFailed as error:
                         log.warning("%s", error)
                         await asyncio.sleep(1.0)
     finally:

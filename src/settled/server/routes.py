@@ -41,7 +41,10 @@ _PAGE = (
     P("limit", "integer", "Rows at most.", 1, 1000),
     P("offset", "integer", "Rows to skip.", 0, 2**31 - 1),
 )
-_SPAN = (P("from", "string", "From this ISO 8601 time."), P("to", "string", "Up to this ISO 8601 time."))
+_SPAN = (
+    P("from", "string", "From this ISO 8601 time."),
+    P("to", "string", "Up to this ISO 8601 time; of a date, to its end."),
+)
 _QUEUE = P("queue", "string", "Only this queue.")
 _PARTITION = P("partition", "string", "Only this partition.")
 _GROUP = P("consumerGroup", "string", "Only this group.")

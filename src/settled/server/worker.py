@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from settled.queue.engine import Engine
+from settled.queue.errors import QueueError
 
 from .app import App
 from .config import Config
@@ -104,4 +105,7 @@ async def _main(config: Config, listening: int, telling: int, lifeline: int) -> 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = msgspec.json.decode(os.environ.pop(CONFIG), type=Config)
-    run(_main(given, *map(int, sys.argv[1:4])))
+    try:
+        run(_main(given, *map(int, sys.argv[1:4])))
+    except QueueError as error:
+        sys.exit(f"settled: {error}")
