@@ -10,7 +10,7 @@ import pytest
 from settled.queue.engine import Engine
 from settled.queue.manifest import Reader
 from settled.queue.types import BadRequest, Conflict, NotFound, PopRequest, PushItem
-from tests.queue.helpers import drain, ids, pop, push, settle, with_engine
+from tests.queue.helpers import drain, ids, pop, push, settle, with_engine, with_engines
 
 
 async def _age(engine: Engine, seconds: int) -> None:
@@ -165,6 +165,33 @@ async def test_a_dead_letter_is_requeued_once(engine: Engine) -> None:
         await engine.retry_message(message.partition_id, "a")
     with pytest.raises(BadRequest):
         await engine.requeue("nonsense")
+
+
+@with_engines(2)
+async def test_a_dead_letter_is_put_back_for_its_own_group(one: Engine, two: Engine) -> None:
+    await one.configure("q", {"retryLimit": 2, "retryDelay": 0})
+    await push(one, "q", "a", "b")
+    assert await drain(one, "q", "other") == ["a", "b"]
+    assert await drain(two, "q", "other") == []
+    batch = await pop(one, "q", group="mine")
+    await settle(one, batch, "dlq", "a")  # the rest of the batch is still out
+    waiting = asyncio.create_task(pop(two, "q", group="mine", wait=30))
+    (letter,) = (await one.dead_letters()).rows
+    again = await one.requeue(letter.id)
+    assert (again.transaction_id, again.message_id) == ("a", letter.message_id)
+    await settle(one, batch, "completed", "b")
+    taken = await waiting
+    assert [(m.transaction_id, m.attempts) for m in taken.messages()] == [("a", 0)]
+    await settle(two, taken, "failed")  # it has all its attempts again
+    retried = await pop(one, "q", group="mine", wait=30)
+    assert [(m.transaction_id, m.attempts) for m in retried.messages()] == [("a", 1)]
+    await settle(one, retried, "failed")
+    (letter,) = (await one.dead_letters()).rows
+    assert letter.attempts == 2
+    assert await drain(one, "q", "other") == []
+    await one.clear_queue("q")  # its message is gone: the copy is pushed, for all
+    assert (await one.requeue(letter.id)).transaction_id.startswith("a:")
+    assert len(await drain(one, "q", "mine")) == len(await drain(two, "q", "other")) == 1
 
 
 @with_engine

@@ -84,7 +84,7 @@ async def test_an_encrypted_queue_stores_nothing_in_clear_and_reads_as_any_other
     got: list[str] = []
     while "later" not in got:
         got += ids(await pop(engine, "safe", 1000, auto_ack=True, wait=1))
-    assert got[:5] == ["d", "e", "f", "x0", "x1"]
+    assert got[:5] == ["a", "d", "e", "f", "x0"]
     assert len(got) == 205
     assert b"hidden" not in await _seen(engine)
 
@@ -110,6 +110,7 @@ async def test_what_cannot_be_read_is_kept_for_who_can(engine: Engine) -> None:
     await _push(engine, "dead")
     await settle(engine, await pop(engine, "safe"), "failed")
     (letter,) = (await engine.dead_letters(queue="safe")).rows
+    await engine._core.pool.fetch("update dead_letter set seq = -1")  # as if its message were gone
     await _push(engine, "a", "b", "c")
     await _push(engine, "later", delay=0.2)
     lane = engine._core.registry.lanes[("safe", "Default")]

@@ -82,15 +82,26 @@ async def dead_letters(
 
 
 async def requeue(core: Core, dead_letter_id: str) -> PushResult:
-    """Push a dead letter's copy again and drop it, in one transaction."""
-    from settled.queue.transact import _Pushes  # transact imports the modules below this one
-
+    """Let a dead letter's group try its message again; of a message that is gone, push the copy."""
     dead_letter_id = check_uuid("id", dead_letter_id)
     row = await core.pool.fetchrow("select * from dead_letter where id = $1", dead_letter_id)
     if row is None:
         raise NotFound("dead letter", dead_letter_id)
-    open_value(row["payload"])  # without its key it stays where it is
     letter = _letter(row)
+    if await core.pool.fetchval("select put_back($1, $2)", core.worker, dead_letter_id) is None:
+        open_value(row["payload"])  # without its key it stays where it is
+        return await _push_copy(core, letter)
+    group_id = await core.registry.group(letter.group)
+    core.ready.released(row["queue_id"], row["lane_id"], group_id, None)
+    core.activity.ring()
+    names = letter.queue, letter.partition, letter.partition_id
+    return PushResult(letter.transaction_id, letter.message_id, "queued", *names)
+
+
+async def _push_copy(core: Core, letter: DeadLetter) -> PushResult:
+    """Push a dead letter's copy, for every group, and drop it, in one transaction."""
+    from settled.queue.transact import _Pushes  # transact imports the modules below this one
+
     again = PushItem(
         letter.queue,
         letter.payload,
@@ -107,8 +118,8 @@ async def requeue(core: Core, dead_letter_id: str) -> PushResult:
         busy = await core.pusher.exclusive(await work.prepare())
         try:
             async with core.pool.transaction() as connection:
-                if not await connection.fetch(sql("dead_letter_take"), dead_letter_id):
-                    raise NotFound("dead letter", dead_letter_id)
+                if not await connection.fetch(sql("dead_letter_take"), letter.id):
+                    raise NotFound("dead letter", letter.id)
                 await work.apply(connection, refuse=True)
         except BaseException:
             work.forget()

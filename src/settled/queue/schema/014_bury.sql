@@ -54,3 +54,30 @@ begin
     return 'buried';
 end
 $$;
+
+-- Let a dead letter's group have its message again, and nobody else: back, with no attempt counted; null where the message,
+-- or the group's place in its lane, is gone.
+create function put_back(p_worker text, p_id uuid) returns text
+language plpgsql as $$
+#variable_conflict use_column
+declare
+    d dead_letter; v_group int;
+begin
+    select * into d from dead_letter where id = p_id for update;
+    select c.group_id into v_group from consumer c join consumer_group g on g.id = c.group_id
+     where c.lane_id = d.lane_id and g.name = d.consumer_group for update of c;
+    if not found or created_of(d.lane_id, d.seq) is null
+       or exists (select from hole h where h.lane_id = d.lane_id and h.seq = d.seq)
+       or exists (select from exception e where e.lane_id = d.lane_id and e.group_id = v_group and e.seq = d.seq) then
+        return null;
+    end if;
+    insert into exception (lane_id, group_id, seq, attempts, due, parked)
+    values (d.lane_id, v_group, d.seq, 0, clock_timestamp(), true);
+    update consumer set odd = true, next_due = least(next_due, clock_timestamp())
+     where lane_id = d.lane_id and group_id = v_group;
+    delete from dead_letter where id = p_id;
+    insert into activity (worker, kind, queues, lanes, groups, until)
+    values (p_worker, 'release', array[d.queue_id], array[d.lane_id], array[v_group], array[null::timestamptz]);
+    return 'back';
+end
+$$;
