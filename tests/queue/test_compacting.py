@@ -253,7 +253,7 @@ def test_a_database_of_an_earlier_version_gets_new_columns_options_and_functions
                 """update queue set options = options || '{"deadLetterQueue": false, "ttl": 3600}'"""
             )
             await pool.fetch("delete from migration where id between 13 and 15")
-            for each in ("compact", "bury"):
+            for each in ("compact", "bury", "put_back"):
                 await pool.fetch(f"drop function {each}")
             await pool.fetch("alter table segment drop column times")
             await pool.fetch("alter table lane drop column compacted")

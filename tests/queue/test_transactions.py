@@ -88,7 +88,7 @@ async def test_a_transaction_that_finds_a_queue_full_changes_nothing(engine: Eng
     await push(engine, "in", "a")
     batch = await pop(engine, "in")
     ack = AckOp(AckItem("a", next(batch.messages()).partition_id, lease_id=batch.lease_id))
-    with pytest.raises(QueueFull, match="0 pending, maxSize 2"):
+    with pytest.raises(QueueFull, match="0 pending and 3 to be pushed, maxSize 2"):
         await engine.transaction([ack, PushOp([PushItem("out", b"1")] * 3)])
     assert (await settle(engine, batch, "completed"))[0].success
     assert await drain(engine, "out") == []
