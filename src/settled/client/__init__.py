@@ -1,7 +1,7 @@
 """The Python client of a settled server: `Client` for asyncio, `SyncClient` for everything else."""
 
 from .client import Client, SyncClient
-from .errors import CircuitOpen, ClientError, InvalidPayload, Refused, Unreachable, Unsettled
+from .errors import CircuitOpen, ClientError, Closed, InvalidPayload, Refused, Unreachable, Unsettled
 from .messages import DeadLetter, DeadLetters, Message, Pushed, Settled
 from .resilience import Resilience
 
@@ -19,5 +19,6 @@ __all__ = [
     "Refused",
     "Unsettled",
     "CircuitOpen",
+    "Closed",
     "InvalidPayload",
 ]

@@ -33,9 +33,11 @@ class Api:
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
 
-    async def push(self, items: list[Outgoing]) -> list[Pushed]:
+    async def push(self, items: list[Outgoing], *, until_room: bool = True) -> list[Pushed]:
         """POST /api/v1/push."""
-        return _pushed.decode(await self.wire.call("POST", "/api/v1/push", {"items": items}))
+        return _pushed.decode(
+            await self.wire.call("POST", "/api/v1/push", {"items": items}, until_room=until_room)
+        )
 
     async def pop(self, path: str, params: dict[str, str], wait: float, payload: type[T]) -> list[Message[T]]:
         """GET a pop route."""

@@ -7,6 +7,13 @@ class ClientError(Exception):
     """Base of everything the client raises."""
 
 
+class Closed(ClientError):
+    """The client was closed; what is to be sent needs a new one."""
+
+    def __init__(self) -> None:
+        super().__init__("this client is closed: make a new one, or close it later")
+
+
 class Unreachable(ClientError):
     """No answer from the server after all retries."""
 

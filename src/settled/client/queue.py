@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from .api import segment
-from .buffer import Buffer, BufferRules
+from .buffer import BufferRules
 from .consumer import AsyncConsumption, Handler, Plan, SyncConsumption
 from .face import AsyncFace, SyncFace, operation
 from .messages import DeadLetters, Message, Pushed, outgoing
@@ -14,40 +14,15 @@ from .messages import DeadLetters, Message, Pushed, outgoing
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from settled.portal import Portal
-
     from .api import Api
+    from .buffer import Buffers
+    from .face import ClientPortal
 
 T = TypeVar("T")
 
 GRACE = 0.2
 PROMPT = 1.0
 """How long the server may hold a pop that must not be interrupted, so that a stop is prompt."""
-
-
-class Buffers:
-    """The buffers of one client, one for each set of rules."""
-
-    def __init__(self, api: Api) -> None:
-        self._api = api
-        self._buffers: dict[BufferRules, Buffer] = {}
-
-    def of(self, rules: BufferRules) -> Buffer:
-        """The buffer with these rules."""
-        if rules not in self._buffers:
-            self._buffers[rules] = Buffer(self._api, rules)
-        return self._buffers[rules]
-
-    async def flush(self) -> None:
-        """Send everything that is gathered."""
-        for buffer in list(self._buffers.values()):
-            await buffer.flush()
-
-    async def close(self) -> None:
-        """Send everything and end."""
-        for buffer in list(self._buffers.values()):
-            await buffer.close()
-        self._buffers.clear()
 
 
 class Queue(Generic[T]):
@@ -284,7 +259,7 @@ class SyncQueue(Queue[T], SyncFace):
     """A queue of the sync client."""
 
     def __init__(
-        self, api: Api, buffers: Buffers, name: str | None, payload: type[T], portal: Portal
+        self, api: Api, buffers: Buffers, name: str | None, payload: type[T], portal: ClientPortal
     ) -> None:
         super().__init__(api, buffers, name, payload)
         self._portal = portal

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from .errors import Refused, Unreachable
+from .errors import Closed, Refused, Unreachable
 from .resilience import Breaker, Resilience
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Wire:
         self._timeout = timeout
         self._headers = dict(headers)
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
         self.breaker = Breaker(rules, time.monotonic)
 
     async def call(
@@ -44,14 +45,18 @@ class Wire:
         *,
         params: Mapping[str, str] | None = None,
         wait: float = 0,
+        until_room: bool = True,
     ) -> bytes:
         """The body of a 2xx answer; Refused for 4xx and for a 5xx that lasts, Unreachable for no answer.
 
-        `wait` is how long the server may hold the request on purpose.
+        `wait` is how long the server may hold the request on purpose; without `until_room`, a queue that is
+        full (429) is told at once.
         """
         data = None if body is None else msgspec.json.encode(body)
         failure: Exception = Unreachable(self._url)
         for attempt in range(self._rules.retries + 1):
+            if self._closed:
+                raise Closed
             self.breaker.check()
             retry_after: float | None = None
             try:
@@ -69,6 +74,8 @@ class Wire:
                     raise failure
                 if status == 429:
                     self.breaker.succeeded()
+                    if not until_room:
+                        raise failure
                 else:
                     self.breaker.failed()
             if attempt < self._rules.retries:
@@ -93,7 +100,8 @@ class Wire:
             return response.status, await response.read(), _seconds(response.headers.get("retry-after"))
 
     async def close(self) -> None:
-        """Close the connections; the next call opens new ones."""
+        """Close the connections for good; calls raise Closed from now on."""
+        self._closed = True
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()
