@@ -121,6 +121,25 @@ def test_a_lost_lease_raises_unsettled(sync: SyncClient, queue: str) -> None:
         sync.extend(message, 30)
 
 
+@pytest.mark.parametrize("how", ["nack", "reject", "batch", "transaction"])
+def test_an_error_of_any_text_is_recorded(sync: SyncClient, queue: str, how: str) -> None:
+    error = "nul \0 and half a character \ud800"
+    sync.queue(queue).create(retry_limit=1)
+    sync.queue(queue).push(1)
+    [message] = sync.queue(queue).pop()
+    match how:
+        case "nack":
+            sync.nack(message, error)
+        case "reject":
+            sync.reject(message, error)
+        case "batch":
+            sync.ack_batch([(message, error)])
+        case "transaction":
+            sync.transaction().nack(message, error=error).commit()
+    [letter] = sync.queue(queue).get_dlq().messages
+    assert letter.error_message == "nul  and half a character \\ud800"
+
+
 def test_a_batch_ack_settles_all_or_nothing(sync: SyncClient, queue: str) -> None:
     sync.queue(queue).create(retry_delay=0)
     sync.queue(queue).push_all([1, 2, 3])

@@ -7,6 +7,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from settled.settlement import storable
+
 from .errors import Refused, Unsettled
 from .messages import DeadLetters, Message, Outgoing, Popped, Pushed, Settled
 
@@ -98,7 +100,7 @@ def _ack(message: Message[Any], status: str, error: str | None, delay: float | N
         "partitionId": message.partition_id,
         "leaseId": message.lease_id,
         "status": status,
-        "error": error,
+        "error": None if error is None else storable(error),
         "delaySeconds": delay,
     }
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from settled.settlement import storable
+
 from .face import AsyncFace, SyncFace, operation
 from .messages import outgoing
 
@@ -45,7 +47,7 @@ class Transaction:
                     "leaseId": message.lease_id,
                     "consumerGroup": message.group,
                     "status": status,
-                    "error": error,
+                    "error": None if error is None else storable(error),
                 }
             )
         return self
