@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -9,13 +10,15 @@ import msgspec
 
 from settled.settlement import storable
 
-from .errors import Refused, Unsettled
+from .errors import ClientError, Refused, Uncertain, Unsettled
 from .messages import DeadLetters, Message, Outgoing, Popped, Pushed, Settled
 
 if TYPE_CHECKING:
     from .wire import Wire
 
 T = TypeVar("T")
+
+DEFAULT_GROUP = "__QUEUE_MODE__"
 
 _popped = msgspec.json.Decoder(Popped)
 _pushed = msgspec.json.Decoder(list[Pushed])
@@ -57,7 +60,23 @@ class Api:
         try:
             return _settled.decode(await self.wire.call("POST", "/api/v1/ack", body))
         except Refused as refused:
-            raise _unsettled(refused) from None
+            unsettled = _unsettled(refused)
+            if (
+                isinstance(unsettled, Uncertain)
+                and status == "completed"
+                and await self._is_acknowledged(message)
+            ):
+                return Settled(message.transaction_id, True, "acknowledged")
+            raise unsettled from None
+
+    async def _is_acknowledged(self, message: Message[Any]) -> bool:
+        """Whether its group is done with it; False also if that cannot be found out."""
+        path = f"/api/v1/messages/{segment(message.partition_id)}/{segment(message.transaction_id)}"
+        with contextlib.suppress(ClientError):
+            detail = await self.json("GET", path)
+            done = {group["name"] for group in detail["consumerGroups"] if group["status"] == "completed"}
+            return (message.group or DEFAULT_GROUP) in done
+        return False
 
     async def settle_batch(
         self, items: list[tuple[Message[Any], str, str | None]], *, atomic: bool
@@ -90,7 +109,10 @@ class Api:
 
     async def json(self, method: str, path: str, body: object = None, **params: str) -> Any:
         """Any other route."""
-        answer = await self.wire.call(method, path, body, params=params or None)
+        try:
+            answer = await self.wire.call(method, path, body, params=params or None)
+        except Refused as refused:
+            raise (_unsettled(refused) if refused.after_loss and method != "GET" else refused) from None
         return msgspec.json.decode(answer) if answer else None
 
 
@@ -110,4 +132,5 @@ def _unsettled(refused: Refused) -> Refused:
     if refused.status not in (404, 409) or not isinstance(refused.body, dict):
         return refused
     why = str(refused.body.get("message") or "conflict")
-    return Unsettled(refused.status, refused.error, why, refused.body)
+    kind = Uncertain if refused.after_loss else Unsettled
+    return kind(refused.status, refused.error, why, refused.body)

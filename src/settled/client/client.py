@@ -39,7 +39,11 @@ class _Client:
 
     @operation
     async def ack(self, message: Message[Any]) -> Settled:
-        """Acknowledge a message; raises Unsettled if its lease is gone."""
+        """Acknowledge a message; raises Unsettled if its lease is gone.
+
+        Here and below, Uncertain is raised where an answer was lost on the way, and it cannot be found out
+        whether the call took effect.
+        """
         return await self._api.settle(message, "completed", None, None)
 
     @operation

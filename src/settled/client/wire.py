@@ -24,8 +24,9 @@ _LOST = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 class Wire:
     """Sends JSON and reads JSON.
 
-    Calls are retried on connection loss, 429 and 5xx: pushes carry ids and settling is checked against the
-    lease, so a call that did arrive before its answer was lost does no harm when it is sent again.
+    Calls are retried on connection loss, 429 and 5xx. Nothing is applied twice by that: pushes carry ids and
+    settling is checked against the lease. But a call that was applied before its answer was lost may be
+    refused when it is sent again; such a refusal is marked as `after_loss`.
     """
 
     def __init__(self, url: str, rules: Resilience, timeout: float, headers: Mapping[str, str]) -> None:
@@ -54,6 +55,7 @@ class Wire:
         """
         data = None if body is None else msgspec.json.encode(body)
         failure: Exception = Unreachable(self._url)
+        lost = False
         for attempt in range(self._rules.retries + 1):
             if self._closed:
                 raise Closed
@@ -63,12 +65,15 @@ class Wire:
                 status, answer, retry_after = await self._send(method, path, data, params, wait)
             except _LOST as error:
                 self.breaker.failed()
+                # Without a connection nothing was sent.
+                lost = lost or not isinstance(error, aiohttp.ClientConnectorError)
                 failure = Unreachable(f"{method} {self._url}{path}: {error or type(error).__name__}")
             else:
                 if status < 400:
                     self.breaker.succeeded()
                     return answer
-                failure = _refusal(status, answer)
+                failure = refusal = _refusal(status, answer)
+                refusal.after_loss = lost
                 if status not in _RETRIED:
                     self.breaker.succeeded()
                     raise failure
@@ -78,6 +83,7 @@ class Wire:
                         raise failure
                 else:
                     self.breaker.failed()
+                    lost = True
             if attempt < self._rules.retries:
                 await asyncio.sleep(self._rules.delay(attempt, random.random(), retry_after))  # noqa: S311
         raise failure
