@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import tempfile
 import time
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+import pydantic
 import pytest
 
 from settled.client import (
@@ -78,6 +80,49 @@ def test_typed_payloads_are_encoded_and_decoded(sync: SyncClient, queue: str) ->
     with pytest.raises(InvalidPayload, match=bad.transaction_id):
         _ = bad.data
     assert bad.raw == b'{"id":"seven"}'
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int = 0
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("payload", "type_"),
+    [
+        (Person(name="Ada", age=36), Person),
+        ([Person(name="Ada")], list[Person]),
+        (Point(3), Point),
+        (b"\x00\xff", bytes),
+        (b"\x00\xff", Any),
+        ("grün", str),
+        ("grün", Any),
+    ],
+)
+def test_payloads_of_any_type_come_back_as_they_were(
+    sync: SyncClient, queue: str, payload: Any, type_: Any
+) -> None:
+    sync.queue(queue, type_).push(payload)
+    [message] = sync.queue(queue, type_).pop()
+    assert message.data == payload
+    results = sync.transaction().ack(message).queue(f"{queue}-next").push(payload).commit()
+    assert [r["success"] for r in results] == [True, True]
+    sync.queue(f"{queue}-next", type_).buffer().push(payload)
+    sync.flush()
+    assert [m.data for m in sync.queue(f"{queue}-next", type_).batch(2).pop()] == [payload] * 2
+
+
+def test_a_model_that_does_not_validate_is_an_invalid_payload(sync: SyncClient, queue: str) -> None:
+    sync.queue(queue).push({"name": "Ada", "age": "old"})
+    sync.queue(queue).push(b"\x00")
+    for message in sync.queue(queue, Person).batch(2).pop():
+        with pytest.raises(InvalidPayload, match=message.transaction_id):
+            _ = message.data
 
 
 def test_a_nacked_message_comes_again_then_goes_to_the_dead_letters(sync: SyncClient, queue: str) -> None:

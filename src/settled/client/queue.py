@@ -136,7 +136,7 @@ class Queue(Generic[T]):
         delay: float | None = None,
         trace_id: str | None = None,
     ) -> Pushed:
-        """Push one message."""
+        """Push one message: bytes as they are, all else as JSON."""
         item = outgoing(
             self._required(),
             self._partition or "Default",
