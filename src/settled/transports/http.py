@@ -20,12 +20,12 @@ from settled.transports.queue import (
     DEFAULT_GROUP,
     QueueDelivery,
     QueueTransport,
-    Rules,
     Verdict,
     headers,
     lost,
     note_given_up,
 )
+from settled.transports.rules import Rules
 
 _REFUSED_FOR_GOOD = (400, 413, 415, 422)
 

@@ -15,12 +15,12 @@ from settled.transports.queue import (
     DEFAULT_GROUP,
     QueueDelivery,
     QueueTransport,
-    Rules,
     Verdict,
     headers,
     lost,
     note_given_up,
 )
+from settled.transports.rules import Rules
 
 
 class EngineDelivery(QueueDelivery[PoppedMessage]):

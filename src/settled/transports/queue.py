@@ -7,7 +7,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
@@ -31,6 +31,7 @@ from settled.transports.base import (
 from settled.transports.faces import BlockingChannel
 from settled.transports.letters import destination, letter
 from settled.transports.looped import LoopTransport
+from settled.transports.rules import Rules
 
 DEFAULT_GROUP = "__QUEUE_MODE__"
 SPREAD = 16
@@ -50,22 +51,6 @@ class Verdict(msgspec.Struct, frozen=True):
     status: str
     error: str | None = None
     delay: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What a channel has to know of a queue's options."""
-
-    lease: float = 300.0
-    in_order: bool = True
-    """A lane waits for a message that failed."""
-    max_attempts: int | None = 3
-    """The attempt with which the queue itself makes a dead letter of a message that fails; None for never."""
-
-    @classmethod
-    def of(cls, *, lease: float, retry: str, retry_limit: int, gives_up: bool) -> Rules:
-        """From the options, as the queue names them."""
-        return cls(lease, retry == "in_order", max(1, retry_limit) if gives_up else None)
 
 
 class Popped(Protocol):
