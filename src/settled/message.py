@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from settled import cloudevents
 from settled.cloudevents import CloudEvent
 from settled.codec import Decode, content_type_of
-from settled.settlement import Ack, Action, Nack, Reason, Reject, Requeue
+from settled.settlement import Ack, Action, Nack, Reason, Reject, Requeue, storable
 
 T = TypeVar("T")
 
@@ -37,7 +37,23 @@ class Metadata:
 class Delivery:
     """A message as a transport hands it out: raw, and open until somebody claims the right to settle it."""
 
-    __slots__ = ("attempt", "data", "handled", "headers", "id", "lane", "ordered", "settled", "subject")
+    __slots__ = (
+        "attempt",
+        "data",
+        "failure",
+        "given_up",
+        "handled",
+        "headers",
+        "id",
+        "lane",
+        "ordered",
+        "settled",
+        "subject",
+    )
+
+    # These two are set for the few that are sent round again, so that the many that are not cost nothing.
+    failure: str
+    given_up: bool
 
     def __init__(
         self,
@@ -65,6 +81,14 @@ class Delivery:
     def metadata(self) -> Metadata:
         """The facts beside the payload; worked out only when asked for."""
         return Metadata(redelivery_count=self.attempt - 1, lane=self.lane)
+
+    def why(self) -> str:
+        """Why it is sent round again, for brokers that record it; empty if nobody said."""
+        return getattr(self, "failure", "")
+
+    def is_given_up(self) -> bool:
+        """Whether the broker, asked to bring it again, said that it will not."""
+        return getattr(self, "given_up", False)
 
     def claim(self) -> bool:
         """True for the first who asks, from whatever thread or task; that one settles."""
@@ -167,7 +191,7 @@ class Message(Generic[T]):
 
     def term(self, reason: str | None = None) -> Awaitable[None]:
         """Never again: to the dead letters, with the reason."""
-        return self._settler.settle(self._delivery, Reject(Reason.DELIVERY_ERROR, reason or ""))
+        return self._settler.settle(self._delivery, Reject(Reason.DELIVERY_ERROR, storable(reason or "")))
 
     def in_progress(self) -> Awaitable[None]:
         """Still at it: start the broker's timeout anew."""

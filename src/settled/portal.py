@@ -10,6 +10,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class PortalEnded(RuntimeError):
+    """It was closed for good."""
+
+
 class Portal:
     """Runs coroutines for blocking callers; the thread starts with the first one."""
 
@@ -18,13 +22,19 @@ class Portal:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._ended = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop's thread and wait for it."""
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError(f"a blocking call inside the loop of {self._name}; await it there")
-        future = asyncio.run_coroutine_threadsafe(work, self._start())
+        try:
+            loop = self._start()
+        except PortalEnded:
+            work.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return future.result()
         except BaseException:
@@ -38,20 +48,27 @@ class Portal:
 
     def _start(self) -> asyncio.AbstractEventLoop:
         with self._lock:
+            if self._ended:
+                raise PortalEnded(f"{self._name} is closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
                 self._thread.start()
             return self._loop
 
-    def close(self) -> None:
-        """End the thread; a new one starts if the portal is used again."""
+    def close(self, *, for_good: bool = False) -> None:
+        """End the thread and what runs on it; a new one starts with the next use, unless it is `for_good`."""
         with self._lock:
+            self._ended = for_good
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
+            if tasks := asyncio.all_tasks(loop):
+                for task in tasks:
+                    task.cancel()
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
             loop.close()

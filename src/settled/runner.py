@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -139,12 +140,22 @@ class Crew:
                 self.name,
                 policy.requeue_count,
             )
-        if capabilities.max_attempts is not None and releases:
+        limit = capabilities.max_attempts
+        if limit is not None and not 0 < policy.requeue_count <= limit:
+            # Nobody may have asked for the default, which is no limit.
+            logger.log(
+                logging.WARNING if policy.requeue_count > 0 else logging.INFO,
+                "%s: allows %s attempts, but the broker gives a message up after %d: that many it has in all",
+                self.name,
+                policy.requeue_count if policy.requeue_count > 0 else "any number of",
+                limit,
+            )
+        if limit is not None and capabilities.counts_releases and releases:
             logger.warning(
                 "%s: asks not to acknowledge, but the broker gives a message up after %d deliveries: "
                 "it does not block for ever",
                 self.name,
-                capabilities.max_attempts,
+                limit,
             )
 
 

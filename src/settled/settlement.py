@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias, assert_never
 
@@ -34,6 +34,8 @@ class Requeue:
     """Failed: counts an attempt and comes again after `delay`, or after the broker's backoff if None."""
 
     delay: float | None = None
+    error: str = field(default="", compare=False)
+    """Why, for brokers that record it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ def _deferred(found: Leaves, leaves: Leaves, policy: Policy, attempt: int) -> Se
     # The longest wait asked for: whoever asked for less is not harmed by more.
     delays = [leaf.delay for leaf in found if isinstance(leaf, signals.Defer)]
     delay = max(policy.requeue_delay if asked is None else asked for asked in delays)
-    return Settlement(Requeue(delay), signal="Defer", errors=leaves)
+    return Settlement(Requeue(delay, _text(leaves)), signal="Defer", errors=leaves)
 
 
 def _dont_ack(found: Leaves, leaves: Leaves, policy: Policy, attempt: int) -> Settlement:
@@ -199,7 +201,8 @@ def _plain(leaves: Leaves, policy: Policy, attempt: int) -> Settlement:
         case OnError.NAK if not _attempts_left(policy, attempt):
             return _exhausted(signal, leaves, attempt)
         case OnError.NAK:
-            return Settlement(Requeue(), strike=True, level=error, signal=signal, errors=leaves)
+            again = Requeue(error=_text(leaves))
+            return Settlement(again, strike=True, level=error, signal=signal, errors=leaves)
         case OnError.ACK:
             return Settlement(Ack(), strike=True, level=error, signal=signal, errors=leaves)
         case OnError.DONT_ACK:
@@ -265,6 +268,20 @@ def describe(error: BaseException) -> str:
     """
     if isinstance(error, signals.Signal):
         if error.reason:
-            return error.reason
+            return storable(error.reason)
         return type(error).__name__ if error.cause is None else describe(error.cause)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # it must be settled all the same
+        return f"{name}, whose text cannot be had"
+    return storable(f"{name}: {text}") if text else name
+
+
+def storable(text: str) -> str:
+    """Text that every broker and database takes: no NUL, and no half of a character.
+
+    >>> storable("no such \\0customer \\ud800")
+    'no such customer \\\\ud800'
+    """
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "")

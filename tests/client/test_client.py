@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import tempfile
 import time
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+import pydantic
 import pytest
 
 from settled.client import (
@@ -80,6 +82,49 @@ def test_typed_payloads_are_encoded_and_decoded(sync: SyncClient, queue: str) ->
     assert bad.raw == b'{"id":"seven"}'
 
 
+class Person(pydantic.BaseModel):
+    name: str
+    age: int = 0
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("payload", "type_"),
+    [
+        (Person(name="Ada", age=36), Person),
+        ([Person(name="Ada")], list[Person]),
+        (Point(3), Point),
+        (b"\x00\xff", bytes),
+        (b"\x00\xff", Any),
+        ("grün", str),
+        ("grün", Any),
+    ],
+)
+def test_payloads_of_any_type_come_back_as_they_were(
+    sync: SyncClient, queue: str, payload: Any, type_: Any
+) -> None:
+    sync.queue(queue, type_).push(payload)
+    [message] = sync.queue(queue, type_).pop()
+    assert message.data == payload
+    results = sync.transaction().ack(message).queue(f"{queue}-next").push(payload).commit()
+    assert [r["success"] for r in results] == [True, True]
+    sync.queue(f"{queue}-next", type_).buffer().push(payload)
+    sync.flush()
+    assert [m.data for m in sync.queue(f"{queue}-next", type_).batch(2).pop()] == [payload] * 2
+
+
+def test_a_model_that_does_not_validate_is_an_invalid_payload(sync: SyncClient, queue: str) -> None:
+    sync.queue(queue).push({"name": "Ada", "age": "old"})
+    sync.queue(queue).push(b"\x00")
+    for message in sync.queue(queue, Person).batch(2).pop():
+        with pytest.raises(InvalidPayload, match=message.transaction_id):
+            _ = message.data
+
+
 def test_a_nacked_message_comes_again_then_goes_to_the_dead_letters(sync: SyncClient, queue: str) -> None:
     orders = sync.queue(queue)
     orders.create(retry_limit=2, retry_delay=0)
@@ -119,6 +164,25 @@ def test_a_lost_lease_raises_unsettled(sync: SyncClient, queue: str) -> None:
     sync.ack(message)
     with pytest.raises(Refused):
         sync.extend(message, 30)
+
+
+@pytest.mark.parametrize("how", ["nack", "reject", "batch", "transaction"])
+def test_an_error_of_any_text_is_recorded(sync: SyncClient, queue: str, how: str) -> None:
+    error = "nul \0 and half a character \ud800"
+    sync.queue(queue).create(retry_limit=1)
+    sync.queue(queue).push(1)
+    [message] = sync.queue(queue).pop()
+    match how:
+        case "nack":
+            sync.nack(message, error)
+        case "reject":
+            sync.reject(message, error)
+        case "batch":
+            sync.ack_batch([(message, error)])
+        case "transaction":
+            sync.transaction().nack(message, error=error).commit()
+    [letter] = sync.queue(queue).get_dlq().messages
+    assert letter.error_message == "nul  and half a character \\ud800"
 
 
 def test_a_batch_ack_settles_all_or_nothing(sync: SyncClient, queue: str) -> None:

@@ -54,9 +54,10 @@ class QueueBroker:
         self.transport = transport
         self.portal = Portal("test")
         self.engine = self.portal.run(_open(dsn))
-        self.portal.run(
-            self.engine.configure(self.queue, {"leaseTime": LEASE, "retryLimit": 10, "retryDelay": 1000})
-        )
+        self.configure({"leaseTime": LEASE, "retryLimit": 10, "retryDelay": 1000})
+
+    def configure(self, options: dict[str, Any]) -> None:
+        self.portal.run(self.engine.configure(self.queue, options))
 
     def publish(self, message: Outgoing) -> Published:
         return self.portal.run(self.transport.push(message))
@@ -201,6 +202,100 @@ def test_dead_letters_may_go_to_a_channel(broker: QueueBroker) -> None:
     app.publish(broker.queue, Order(1))
     app.run()
     assert seen == [(1, "no such customer")]
+
+
+@pytest.mark.parametrize("to_channel", [False, True])
+def test_a_reason_of_any_text_makes_one_dead_letter(broker: QueueBroker, to_channel: bool) -> None:
+    app = App(transport=broker.transport)
+    dead = f"{broker.queue}-dead" if to_channel else None
+    handled: list[int] = []
+    letters: list[str] = []
+
+    @app.subscriber(broker.queue, dead_letter=dead)
+    def handle(order: Order) -> None:
+        handled.append(order.id)
+        raise Reject("nul \0, half a character \ud800 " + "x" * 9000)
+
+    if dead is not None:
+
+        @app.subscriber(dead)
+        async def bury(message: Message[Order]) -> None:
+            letters.append(message.headers["settled-error"])
+            await message.ack()
+
+    async def main() -> None:
+        await app.publish(broker.queue, Order(1))
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.serve(stop))
+        async with asyncio.timeout(30):
+            while not letters:
+                letters.extend(error for _, error in await asyncio.to_thread(broker.dead_letters))
+                await asyncio.sleep(0.05)
+        stop.set()
+        await running
+
+    asyncio.run(main())
+    assert handled == [1]
+    assert letters[0].startswith("nul , half a character \\ud800 xx")
+
+
+def test_an_app_keeps_to_the_queues_own_limit_and_says_so(
+    broker: QueueBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="settled")
+    broker.configure({"leaseTime": LEASE, "retryLimit": 2, "retryDelay": 0})
+    app = App(transport=broker.transport)
+    attempts: list[int] = []
+
+    @app.subscriber(broker.queue, requeue_count=6)
+    def handle(message: Message[Order]) -> None:
+        attempts.append(message.attempt)
+        raise Defer(0, f"the bank said no {message.attempt} times")
+
+    @app.subscriber(f"{broker.queue}-other")
+    async def other(order: Order) -> None: ...
+
+    assert status_of(app, broker, Order(1)).counts.rejected == 1
+    assert attempts == [1, 2]
+    [(_, error)] = broker.dead_letters()
+    assert error == "Defer: no attempts left after 2; the bank said no 2 times"
+    assert "allows 6 attempts, but the broker gives a message up after 2" in caplog.text
+    assert "allows any number of attempts, but the broker gives a message up after 3" in caplog.text
+
+
+def test_the_queue_is_told_why_a_message_is_sent_round_again(broker: QueueBroker) -> None:
+    app = App(transport=broker.transport)
+    attempts: list[int] = []
+
+    @app.subscriber(broker.queue)
+    async def handle(message: Message[Order]) -> None:
+        attempts.append(message.attempt)
+        if message.attempt == 2:
+            # Less than the app knows of: the queue itself gives up what the app sends round again.
+            options = {"leaseTime": LEASE, "retryLimit": 2, "retryDelay": 0}
+            await asyncio.to_thread(broker.configure, options)
+        raise Defer(0, f"the bank said no {message.attempt} times")
+
+    status = status_of(app, broker, Order(1))
+    assert attempts == [1, 2]
+    assert [error for _, error in broker.dead_letters()] == ["the bank said no 2 times"]
+    assert (status.counts.requeued, status.counts.rejected) == (1, 1)
+
+
+def status_of(app: App, broker: QueueBroker, order: Order) -> Any:
+    """Run the app until the order is a dead letter."""
+
+    async def main() -> Any:
+        await app.publish(broker.queue, order)
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.serve(stop))
+        async with asyncio.timeout(60):
+            while not await asyncio.to_thread(broker.dead_letters):
+                await asyncio.sleep(0.05)
+        stop.set()
+        return await running
+
+    return asyncio.run(main())
 
 
 def test_an_ack_after_the_lease_is_refused(broker: QueueBroker) -> None:

@@ -1,7 +1,16 @@
 """The Python client of a settled server: `Client` for asyncio, `SyncClient` for everything else."""
 
 from .client import Client, SyncClient
-from .errors import CircuitOpen, ClientError, InvalidPayload, Refused, Unreachable, Unsettled
+from .errors import (
+    CircuitOpen,
+    ClientError,
+    Closed,
+    InvalidPayload,
+    Refused,
+    Uncertain,
+    Unreachable,
+    Unsettled,
+)
 from .messages import DeadLetter, DeadLetters, Message, Pushed, Settled
 from .resilience import Resilience
 
@@ -18,6 +27,8 @@ __all__ = [
     "Unreachable",
     "Refused",
     "Unsettled",
+    "Uncertain",
     "CircuitOpen",
+    "Closed",
     "InvalidPayload",
 ]

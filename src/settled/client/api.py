@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from .errors import Refused, Unsettled
+from settled.settlement import storable
+
+from .errors import ClientError, Refused, Uncertain, Unsettled
 from .messages import DeadLetters, Message, Outgoing, Popped, Pushed, Settled
 
 if TYPE_CHECKING:
     from .wire import Wire
 
 T = TypeVar("T")
+
+DEFAULT_GROUP = "__QUEUE_MODE__"
 
 _popped = msgspec.json.Decoder(Popped)
 _pushed = msgspec.json.Decoder(list[Pushed])
@@ -33,9 +38,11 @@ class Api:
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
 
-    async def push(self, items: list[Outgoing]) -> list[Pushed]:
+    async def push(self, items: list[Outgoing], *, until_room: bool = True) -> list[Pushed]:
         """POST /api/v1/push."""
-        return _pushed.decode(await self.wire.call("POST", "/api/v1/push", {"items": items}))
+        return _pushed.decode(
+            await self.wire.call("POST", "/api/v1/push", {"items": items}, until_room=until_room)
+        )
 
     async def pop(self, path: str, params: dict[str, str], wait: float, payload: type[T]) -> list[Message[T]]:
         """GET a pop route."""
@@ -53,7 +60,23 @@ class Api:
         try:
             return _settled.decode(await self.wire.call("POST", "/api/v1/ack", body))
         except Refused as refused:
-            raise _unsettled(refused) from None
+            unsettled = _unsettled(refused)
+            if (
+                isinstance(unsettled, Uncertain)
+                and status == "completed"
+                and await self._is_acknowledged(message)
+            ):
+                return Settled(message.transaction_id, True, "acknowledged")
+            raise unsettled from None
+
+    async def _is_acknowledged(self, message: Message[Any]) -> bool:
+        """Whether its group is done with it; False also if that cannot be found out."""
+        path = f"/api/v1/messages/{segment(message.partition_id)}/{segment(message.transaction_id)}"
+        with contextlib.suppress(ClientError):
+            detail = await self.json("GET", path)
+            done = {group["name"] for group in detail["consumerGroups"] if group["status"] == "completed"}
+            return (message.group or DEFAULT_GROUP) in done
+        return False
 
     async def settle_batch(
         self, items: list[tuple[Message[Any], str, str | None]], *, atomic: bool
@@ -86,7 +109,10 @@ class Api:
 
     async def json(self, method: str, path: str, body: object = None, **params: str) -> Any:
         """Any other route."""
-        answer = await self.wire.call(method, path, body, params=params or None)
+        try:
+            answer = await self.wire.call(method, path, body, params=params or None)
+        except Refused as refused:
+            raise (_unsettled(refused) if refused.after_loss and method != "GET" else refused) from None
         return msgspec.json.decode(answer) if answer else None
 
 
@@ -96,7 +122,7 @@ def _ack(message: Message[Any], status: str, error: str | None, delay: float | N
         "partitionId": message.partition_id,
         "leaseId": message.lease_id,
         "status": status,
-        "error": error,
+        "error": None if error is None else storable(error),
         "delaySeconds": delay,
     }
 
@@ -106,4 +132,5 @@ def _unsettled(refused: Refused) -> Refused:
     if refused.status not in (404, 409) or not isinstance(refused.body, dict):
         return refused
     why = str(refused.body.get("message") or "conflict")
-    return Unsettled(refused.status, refused.error, why, refused.body)
+    kind = Uncertain if refused.after_loss else Unsettled
+    return kind(refused.status, refused.error, why, refused.body)

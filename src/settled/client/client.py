@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
-from settled.portal import Portal
-
 from .api import Api, segment
-from .face import AsyncFace, SyncFace, operation
-from .queue import AsyncQueue, Buffers, SyncQueue
+from .buffer import Buffers
+from .face import AsyncFace, ClientPortal, SyncFace, operation
+from .queue import AsyncQueue, SyncQueue
 from .resilience import Resilience
 from .transaction import AsyncTransaction, SyncTransaction
 from .wire import Wire
@@ -40,7 +39,11 @@ class _Client:
 
     @operation
     async def ack(self, message: Message[Any]) -> Settled:
-        """Acknowledge a message; raises Unsettled if its lease is gone."""
+        """Acknowledge a message; raises Unsettled if its lease is gone.
+
+        Here and below, Uncertain is raised where an answer was lost on the way, and it cannot be found out
+        whether the call took effect.
+        """
         return await self._api.settle(message, "completed", None, None)
 
     @operation
@@ -111,7 +114,7 @@ class _Client:
 
     @operation
     async def flush(self) -> None:
-        """Wait until every buffered push was sent."""
+        """Wait until every push that is buffered now was sent; Refused names all that the server refused."""
         await self._buffers.flush()
 
     async def _close(self) -> None:
@@ -141,7 +144,7 @@ class Client(_Client, AsyncFace):
         return AsyncTransaction(self._api)
 
     async def close(self) -> None:
-        """Send what is buffered and hang up."""
+        """Send what is buffered and hang up; Refused names all messages that the server refused."""
         await self._close()
 
     async def __aenter__(self) -> Self:
@@ -167,7 +170,7 @@ class SyncClient(_Client, SyncFace):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(url, resilience=resilience, timeout=timeout, headers=headers)
-        self._portal = Portal("settled-client")
+        self._portal = ClientPortal("settled-client")
 
     @overload
     def queue(self, name: str | None = None) -> SyncQueue[Any]: ...
@@ -184,9 +187,8 @@ class SyncClient(_Client, SyncFace):
         return transaction
 
     def close(self) -> None:
-        """Send what is buffered and hang up."""
-        self._portal.run(self._close())
-        self._portal.close()
+        """Send what is buffered and hang up; Refused names all messages that the server refused."""
+        self._portal.close_after(self._close())
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from .errors import CircuitOpen, ClientError, Refused, Unreachable
+from .errors import CircuitOpen, ClientError, Refused, Unreachable, Unsettled
 from .face import AsyncFace, SyncFace, operation
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ Handler = Callable[[Any], Any]
 OnSuccess = Callable[[Any], Any]
 OnError = Callable[[Any, Exception], Any]
 
+LOOK = 0.1
+"""How often a loop that waits looks whether it is to stop."""
+
 log = logging.getLogger("settled.client")
 
 
@@ -28,7 +31,10 @@ log = logging.getLogger("settled.client")
 class Plan(Generic[T]):
     """Everything a consume loop needs to know."""
 
-    pop: Callable[[], Awaitable[list[Message[T]]]]
+    pop: Callable[[int], Awaitable[list[Message[T]]]]
+    """Takes up to so many messages."""
+    batch: int
+    auto_ack: bool
     handler: Handler
     each: bool
     workers: int
@@ -49,20 +55,31 @@ class Consumption(Generic[T]):
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked = 0
         self._taken = 0
 
     def on_success(self, callback: OnSuccess) -> Self:
-        """Call `callback(message)` when the handler returned; typically it acks."""
+        """Call `callback(message)` when the handler returned; typically it acks.
+
+        A server that is away and a lease that is over do not end the loop: that is logged, and the message
+        comes again when its lease ends. Whatever else the callback raises ends the loop.
+        """
         self._on_success = callback
         return self
 
     def on_error(self, callback: OnError) -> Self:
-        """Call `callback(message, error)` when the handler raised; typically it nacks. The loop goes on."""
+        """Call `callback(message, error)` when the handler raised; typically it nacks. The loop goes on.
+
+        What the callback itself raises is treated as with `on_success`.
+        """
         self._on_error = callback
         return self
 
     def stop(self) -> None:
-        """End the loop after the message in hand; may be called from a handler or another thread."""
+        """End the loop after the message in hand; may be called from a handler or another thread.
+
+        What was taken with `auto_ack` is handled first: nobody else would get it.
+        """
         self._stopping = True
         if self._loop is not None and self._tasks:
             self._loop.call_soon_threadsafe(lambda: None)
@@ -88,8 +105,16 @@ class Consumption(Generic[T]):
         loop = asyncio.get_running_loop()
         heard = loop.time()
         while not self._stopping and (plan.limit is None or self._taken < plan.limit):
+            size = self._claim()
+            if size is None:
+                # Other workers have asked for all that is left; what they do not get is ours.
+                await asyncio.sleep(LOOK)
+                if plan.idle is not None and loop.time() - heard >= plan.idle:
+                    return
+                continue
+            messages: list[Message[T]] = []
             try:
-                messages = await self._next()
+                messages = await self._next(size)
             except CircuitOpen as pause:
                 await asyncio.sleep(min(pause.retry_after, 1.0))
                 continue
@@ -99,19 +124,31 @@ class Consumption(Generic[T]):
                 log.warning("consumer waits for the server: %s", error)
                 await asyncio.sleep(1.0)
                 continue
+            finally:
+                self._asked -= size - len(messages)
             if messages:
                 await self._handle_all(messages)
                 heard = loop.time()
             elif plan.idle is not None and loop.time() - heard >= plan.idle:
                 return
 
-    async def _next(self) -> list[Message[T]]:
-        """A pop that `stop()` can interrupt."""
-        popping = asyncio.ensure_future(self._plan.pop())
+    def _claim(self) -> int | None:
+        """How many to ask for, so that all workers together never take more than the limit; None if none."""
+        size, limit = self._plan.batch, self._plan.limit
+        if limit is not None:
+            if self._asked >= limit:
+                return None
+            size = min(size, limit - self._asked)
+        self._asked += size
+        return size
+
+    async def _next(self, size: int) -> list[Message[T]]:
+        """A pop that `stop()` can interrupt, unless it settles what it takes."""
+        popping = asyncio.ensure_future(self._plan.pop(size))
         try:
             while not popping.done():
-                await asyncio.wait({popping}, timeout=0.1)
-                if self._stopping and not popping.done():
+                await asyncio.wait({popping}, timeout=LOOK)
+                if self._stopping and not self._plan.auto_ack and not popping.done():
                     return []
             return popping.result()
         finally:
@@ -119,17 +156,20 @@ class Consumption(Generic[T]):
 
     async def _handle_all(self, messages: list[Message[T]]) -> None:
         renewal = self._renew(messages) if self._plan.renew_every else None
+        left = list(messages)
         try:
             if not self._plan.each:
+                left.clear()
                 await self._handle(messages)
                 self._taken += len(messages)
                 return
-            for message in messages:
-                await self._handle(message)
+            while left and not (self._stopping and not self._plan.auto_ack):
+                await self._handle(left.pop(0))
                 self._taken += 1
-                if self._stopping:
-                    return
         finally:
+            if left and self._plan.auto_ack:
+                # A handler or a callback raised, or the loop was cancelled.
+                log.error("acknowledged on delivery, but not handled: %s", _names(left))
             if renewal is not None:
                 renewal.cancel()
                 await asyncio.gather(renewal, return_exceptions=True)
@@ -141,10 +181,29 @@ class Consumption(Generic[T]):
             if self._on_error is None:
                 raise
             log.debug("handler failed: %s", error)
-            await _call(self._on_error, subject, error)
+            await self._call_back("on_error", self._on_error, subject, error)
         else:
             if self._on_success is not None:
-                await _call(self._on_success, subject)
+                await self._call_back("on_success", self._on_success, subject)
+
+    async def _call_back(
+        self, name: str, callback: Callable[..., Any], subject: Message[T] | list[Message[T]], *args: Any
+    ) -> None:
+        """A server that is away or a lease that is over must not end a consumer: others wait for it."""
+        try:
+            await _call(callback, subject, *args)
+        except (Unreachable, CircuitOpen, Refused) as error:
+            if isinstance(error, Refused) and error.status < 500 and not isinstance(error, Unsettled):
+                raise
+            messages = subject if isinstance(subject, list) else [subject]
+            log.error(  # noqa: TRY400 - the line says it, and a traceback of our own calls no more
+                "%s failed for %s: %s; what is not settled comes again when its lease ends",
+                name,
+                _names(messages),
+                error,
+            )
+            if isinstance(error, CircuitOpen):
+                await asyncio.sleep(min(error.retry_after, 1.0))
 
     def _renew(self, messages: list[Message[T]]) -> asyncio.Task[None]:
         leases = {message.lease_id for message in messages if message.lease_id}
@@ -170,6 +229,10 @@ class AsyncConsumption(Consumption[T], AsyncFace):
 
 class SyncConsumption(Consumption[T], SyncFace):
     """`run()` blocks; handlers and callbacks run in threads, so they may use the sync client."""
+
+
+def _names(messages: list[Message[T]]) -> str:
+    return ", ".join(f"message {m.transaction_id!r} of {m.queue!r}" for m in messages)
 
 
 async def _call(function: Callable[..., Any], *args: Any) -> Any:

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from settled.portal import Portal, PortalEnded
+
+from .errors import Closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from settled.portal import Portal
-
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class ClientPortal(Portal):
+    """The thread of one blocking client; when it has ended, no other one starts."""
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return super().run(work)
+        except PortalEnded:
+            raise Closed from None
+        except CancelledError:
+            if self._ended:
+                raise Closed from None
+            raise
+
+    def close_after(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run the last work, then end the thread, whatever becomes of it."""
+        try:
+            if self.is_open:
+                self.run(work)
+        finally:
+            work.close()
+            self.close(for_good=True)
 
 
 class AsyncFace:
@@ -21,7 +47,7 @@ class AsyncFace:
 class SyncFace:
     """Operations of this object block."""
 
-    _portal: Portal
+    _portal: ClientPortal
 
 
 class operation(Generic[P, T]):  # noqa: N801 - it is used as a decorator

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import uuid
 from datetime import datetime
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
+from settled.codec import BYTES, JSON, Decode, decoder, encoder
+
 from .errors import InvalidPayload
 
 T = TypeVar("T")
+
+_encode = encoder(JSON)
 
 
 class WireMessage(Struct, rename="camel", gc=False):
@@ -30,6 +36,8 @@ class WireMessage(Struct, rename="camel", gc=False):
     headers: dict[str, str] | None = None
     retry_count: int = 0
     queue: str | None = None
+    content_type: str = JSON
+    encoding: str | None = None
 
 
 class Popped(Struct, rename="camel"):
@@ -55,16 +63,17 @@ class Message(Generic[T]):
     def data(self) -> T:
         """The payload; raises InvalidPayload if it is not what was promised."""
         if not self._decoded:
+            decode = _decoder(self._type)  # type: ignore[arg-type]  # types are hashable
             try:
-                self._data = msgspec.json.decode(self._wire.data, type=self._type)
-            except msgspec.MsgspecError as error:
+                self._data = decode(_bytes(self._wire), {"content-type": self._wire.content_type})
+            except Exception as error:  # a pydantic model raises what it likes
                 raise InvalidPayload(f"message {self.transaction_id!r} of {self.queue!r}: {error}") from error
             self._decoded = True
         return self._data  # type: ignore[no-any-return]
 
     @property
     def raw(self) -> bytes:
-        """The payload as JSON text."""
+        """The payload as JSON text; of what is no JSON, the string that the server has for it."""
         return bytes(self._wire.data)
 
     @property
@@ -182,6 +191,8 @@ class Outgoing(Struct, rename="camel", omit_defaults=True):
     headers: dict[str, str] | None = None
     delay_seconds: float | None = None
     trace_id: str | None = None
+    content_type: str | None = None
+    encoding: str | None = None
 
 
 def outgoing(
@@ -194,13 +205,29 @@ def outgoing(
     delay: float | None = None,
     trace_id: str | None = None,
 ) -> Outgoing:
-    """Encode a payload once, here, and give it an id if it has none."""
+    """Encode a payload once, here, and give it an id if it has none; bytes stay bytes, all else is JSON."""
+    raw = isinstance(payload, (bytes, bytearray, memoryview))
     return Outgoing(
         queue,
-        Raw(msgspec.json.encode(payload)),
+        Raw(_encode(payload)),  # which makes base64 of bytes
         partition,
         transaction_id or str(uuid.uuid4()),
         headers,
         delay,
         trace_id,
+        BYTES if raw else None,
+        "base64" if raw else None,
     )
+
+
+def _bytes(wire: WireMessage) -> bytes:
+    """The payload as it was pushed: JSON comes as it is, text as a string, everything else as base64."""
+    if wire.content_type == JSON or wire.content_type.endswith("+json"):
+        return bytes(wire.data)
+    text = msgspec.json.decode(wire.data, type=str)
+    return base64.b64decode(text) if wire.encoding == "base64" else text.encode()
+
+
+@cache
+def _decoder(type_: Any) -> Decode:
+    return decoder(type_)

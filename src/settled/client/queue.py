@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from .api import segment
-from .buffer import Buffer, BufferRules
+from .buffer import BufferRules
 from .consumer import AsyncConsumption, Handler, Plan, SyncConsumption
 from .face import AsyncFace, SyncFace, operation
 from .messages import DeadLetters, Message, Pushed, outgoing
@@ -14,38 +14,15 @@ from .messages import DeadLetters, Message, Pushed, outgoing
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from settled.portal import Portal
-
     from .api import Api
+    from .buffer import Buffers
+    from .face import ClientPortal
 
 T = TypeVar("T")
 
 GRACE = 0.2
-
-
-class Buffers:
-    """The buffers of one client, one for each set of rules."""
-
-    def __init__(self, api: Api) -> None:
-        self._api = api
-        self._buffers: dict[BufferRules, Buffer] = {}
-
-    def of(self, rules: BufferRules) -> Buffer:
-        """The buffer with these rules."""
-        if rules not in self._buffers:
-            self._buffers[rules] = Buffer(self._api, rules)
-        return self._buffers[rules]
-
-    async def flush(self) -> None:
-        """Send everything that is gathered."""
-        for buffer in list(self._buffers.values()):
-            await buffer.flush()
-
-    async def close(self) -> None:
-        """Send everything and end."""
-        for buffer in list(self._buffers.values()):
-            await buffer.close()
-        self._buffers.clear()
+PROMPT = 1.0
+"""How long the server may hold a pop that must not be interrupted, so that a stop is prompt."""
 
 
 class Queue(Generic[T]):
@@ -95,7 +72,10 @@ class Queue(Generic[T]):
         return self._with(task=name)
 
     def auto_ack(self, enabled: bool = True) -> Self:
-        """Acknowledge on delivery: at most once, nothing to ack, no retry."""
+        """Acknowledge on delivery: at most once, nothing to ack, no retry.
+
+        A consumer that is told to stop handles what it has taken first.
+        """
         return self._with(auto_ack=enabled)
 
     def batch(self, size: int) -> Self:
@@ -131,7 +111,7 @@ class Queue(Generic[T]):
         return self._with(start={"subscriptionFrom": moment})
 
     def limit(self, count: int) -> Self:
-        """Stop consuming after this many messages."""
+        """Stop consuming after this many messages; no more than these are taken."""
         return self._with(limit=count)
 
     def idle(self, seconds: float) -> Self:
@@ -156,7 +136,7 @@ class Queue(Generic[T]):
         delay: float | None = None,
         trace_id: str | None = None,
     ) -> Pushed:
-        """Push one message."""
+        """Push one message: bytes as they are, all else as JSON."""
         item = outgoing(
             self._required(),
             self._partition or "Default",
@@ -185,9 +165,13 @@ class Queue(Generic[T]):
         """Take messages: up to `batch`, waiting up to `wait` seconds for the first."""
         return await self._pop()
 
-    async def _pop(self, longest: float | None = None) -> list[Message[T]]:
+    async def _pop(self, longest: float | None = None, size: int | None = None) -> list[Message[T]]:
         wait = self._wait if longest is None else min(self._wait, longest)
-        params = {"batch": str(self._batch), "partitions": str(self._partitions), **self._start}
+        params = {
+            "batch": str(self._batch if size is None else size),
+            "partitions": str(self._partitions),
+            **self._start,
+        }
         if wait > 0:
             params |= {"wait": "true", "timeout": str(round(wait * 1000))}
         for key, value in (
@@ -246,14 +230,18 @@ class Queue(Generic[T]):
 
     def _plan(self, handler: Handler) -> Plan[T]:
         every, seconds = self._renew or (None, 0.0)
-        idle = self._idle
+        longest = None if self._idle is None else self._idle + GRACE
+        if self._auto_ack:
+            longest = PROMPT if longest is None else min(longest, PROMPT)
         return Plan(
-            pop=lambda: self._pop(None if idle is None else idle + GRACE),
+            pop=lambda size: self._pop(longest, size),
+            batch=self._batch,
+            auto_ack=self._auto_ack,
             handler=handler,
             each=self._each or self._batch == 1,
             workers=self._workers,
             limit=self._limit,
-            idle=idle,
+            idle=self._idle,
             renew_every=every,
             renew_seconds=seconds,
         )
@@ -271,7 +259,7 @@ class SyncQueue(Queue[T], SyncFace):
     """A queue of the sync client."""
 
     def __init__(
-        self, api: Api, buffers: Buffers, name: str | None, payload: type[T], portal: Portal
+        self, api: Api, buffers: Buffers, name: str | None, payload: type[T], portal: ClientPortal
     ) -> None:
         super().__init__(api, buffers, name, payload)
         self._portal = portal

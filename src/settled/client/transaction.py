@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from settled.settlement import storable
+
 from .face import AsyncFace, SyncFace, operation
 from .messages import outgoing
 
@@ -15,7 +17,11 @@ if TYPE_CHECKING:
 
 
 class Transaction:
-    """Gathers operations; `commit()` applies them all or raises and applies none."""
+    """Gathers operations; `commit()` applies them all or none.
+
+    If it raises, none was applied, with two exceptions that do not know: `Unreachable`, and `Uncertain` where
+    an answer was lost on the way.
+    """
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -45,7 +51,7 @@ class Transaction:
                     "leaseId": message.lease_id,
                     "consumerGroup": message.group,
                     "status": status,
-                    "error": error,
+                    "error": None if error is None else storable(error),
                 }
             )
         return self
@@ -77,7 +83,10 @@ class Transaction:
 
     @operation
     async def commit(self) -> list[dict[str, Any]]:
-        """Apply everything and return each result; raises Unsettled if one cannot be applied."""
+        """Apply everything and return each result; raises Unsettled if one cannot be applied, and so none is.
+
+        Uncertain, which is an Unsettled too, says that the answer was lost: all may have been applied.
+        """
         if not self._operations:
             return []
         answer = await self._api.transaction(

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from .errors import Refused, Unreachable
+from .errors import Closed, Refused, Unreachable
 from .resilience import Breaker, Resilience
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ _LOST = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 class Wire:
     """Sends JSON and reads JSON.
 
-    Calls are retried on connection loss, 429 and 5xx: pushes carry ids and settling is checked against the
-    lease, so a call that did arrive before its answer was lost does no harm when it is sent again.
+    Calls are retried on connection loss, 429 and 5xx. Nothing is applied twice by that: pushes carry ids and
+    settling is checked against the lease. But a call that was applied before its answer was lost may be
+    refused when it is sent again; such a refusal is marked as `after_loss`.
     """
 
     def __init__(self, url: str, rules: Resilience, timeout: float, headers: Mapping[str, str]) -> None:
@@ -34,6 +35,7 @@ class Wire:
         self._timeout = timeout
         self._headers = dict(headers)
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
         self.breaker = Breaker(rules, time.monotonic)
 
     async def call(
@@ -44,33 +46,44 @@ class Wire:
         *,
         params: Mapping[str, str] | None = None,
         wait: float = 0,
+        until_room: bool = True,
     ) -> bytes:
         """The body of a 2xx answer; Refused for 4xx and for a 5xx that lasts, Unreachable for no answer.
 
-        `wait` is how long the server may hold the request on purpose.
+        `wait` is how long the server may hold the request on purpose; without `until_room`, a queue that is
+        full (429) is told at once.
         """
         data = None if body is None else msgspec.json.encode(body)
         failure: Exception = Unreachable(self._url)
+        lost = False
         for attempt in range(self._rules.retries + 1):
+            if self._closed:
+                raise Closed
             self.breaker.check()
             retry_after: float | None = None
             try:
                 status, answer, retry_after = await self._send(method, path, data, params, wait)
             except _LOST as error:
                 self.breaker.failed()
+                # Without a connection nothing was sent.
+                lost = lost or not isinstance(error, aiohttp.ClientConnectorError)
                 failure = Unreachable(f"{method} {self._url}{path}: {error or type(error).__name__}")
             else:
                 if status < 400:
                     self.breaker.succeeded()
                     return answer
-                failure = _refusal(status, answer)
+                failure = refusal = _refusal(status, answer)
+                refusal.after_loss = lost
                 if status not in _RETRIED:
                     self.breaker.succeeded()
                     raise failure
                 if status == 429:
                     self.breaker.succeeded()
+                    if not until_room:
+                        raise failure
                 else:
                     self.breaker.failed()
+                    lost = True
             if attempt < self._rules.retries:
                 await asyncio.sleep(self._rules.delay(attempt, random.random(), retry_after))  # noqa: S311
         raise failure
@@ -93,7 +106,8 @@ class Wire:
             return response.status, await response.read(), _seconds(response.headers.get("retry-after"))
 
     async def close(self) -> None:
-        """Close the connections; the next call opens new ones."""
+        """Close the connections for good; calls raise Closed from now on."""
+        self._closed = True
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from settled.settlement import (
     Leave,
     Nack,
     Outcome,
+    Reason,
     Reject,
     Requeue,
     Returned,
@@ -237,6 +238,9 @@ def _settle(
             counts.settle_failed += 1
             log.settle_failed(delivery, action, failed)
             return
+        if isinstance(action, Requeue) and delivery.is_given_up():
+            action = Reject(Reason.DELIVERY_ERROR, action.error)
+            settlement = replace(settlement, action=action)
     counts.count(action)
     log.settled(delivery, settlement)
 

@@ -19,7 +19,8 @@ def perform(channel: Channel | AsyncChannel, delivery: Delivery, action: Action)
             return channel.ack(delivery)
         case Nack():
             return channel.nack(delivery)
-        case Requeue(delay):
+        case Requeue(delay, error):
+            delivery.failure = error
             return channel.requeue(delivery, delay)
         case Reject():
             return channel.reject(delivery, action)

@@ -26,6 +26,7 @@ from settled.settlement import (
     Undecodable,
     decide,
     describe,
+    storable,
 )
 from settled.signals import ConfigurationError
 from settled.spark.types import to_plain
@@ -277,7 +278,7 @@ class Attempts:
         action = asked if asked is not None else settlement.action
         # A pump pauses for a while, or the broker does: here it is the message that stays away so long.
         pause = self._job.lease_seconds if isinstance(action, Leave) else settlement.pause
-        outcome = to_outcome(action, _storable(error), pause)
+        outcome = to_outcome(action, error, pause)
         if outcome[0] == ACK:
             return
         done.failed[i] = outcome
@@ -293,16 +294,11 @@ def to_outcome(action: Action, error: str | None, pause: float = 0.0) -> Outcome
         case Requeue(delay):
             return (RETRY, delay, error)
         case Reject(Reason.UNACCEPTABLE, why):
-            return (INVALID, None, _storable(why) or error)
+            return (INVALID, None, storable(why) or error)
         case Reject(_, why):
-            return (DEAD, None, _storable(why) or error)
+            return (DEAD, None, storable(why) or error)
         case Nack() | Leave():
             return (RELEASE, pause or None, error)
-
-
-def _storable(text: str | None) -> str | None:
-    """Text that Arrow and Postgres take."""
-    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "") if text else text
 
 
 def json_encoder() -> Callable[[Any], bytes]:

@@ -71,6 +71,8 @@ class Capabilities:
     """How many seconds a delivery is a consumer's own; None if that is not known, or has no end."""
     max_attempts: int | None = None
     """After so many deliveries the broker itself gives a message up; None if it never does."""
+    counts_releases: bool = True
+    """A delivery that was given back is one of them too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

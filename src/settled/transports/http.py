@@ -20,11 +20,12 @@ from settled.transports.queue import (
     DEFAULT_GROUP,
     QueueDelivery,
     QueueTransport,
-    Rules,
     Verdict,
     headers,
     lost,
+    note_given_up,
 )
+from settled.transports.rules import Rules
 
 _REFUSED_FOR_GOOD = (400, 413, 415, 422)
 
@@ -49,6 +50,8 @@ class _PoppedAnswer(msgspec.Struct):
 
 class _Options(msgspec.Struct, frozen=True, rename="camel"):
     retry: str = "in_order"
+    retry_limit: int = Rules().max_attempts or 0
+    dlq_after_max_retries: bool = True
     lease_time: float = Rules().lease
 
 
@@ -135,7 +138,12 @@ class HttpBackend:
                 return Rules()
             raise
         options = _described.decode(answer).options
-        return Rules(options.lease_time, options.retry == "in_order")
+        return Rules.of(
+            lease=options.lease_time,
+            retry=options.retry,
+            retry_limit=options.retry_limit,
+            gives_up=options.dlq_after_max_retries,
+        )
 
     async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery[Any]]:
         group = source.group or DEFAULT_GROUP
@@ -171,6 +179,7 @@ class HttpBackend:
         ]
         body = {"consumerGroup": group, "acknowledgments": items, "atomic": False}
         answer = _settled.decode(await self.wire.call("POST", "/api/v1/ack/batch", body))
+        note_given_up(verdicts[-1], answer[-1].message)
         return [None if result.success else (result.error or result.message) for result in answer]
 
     async def extend(self, delivery: QueueDelivery[Any], seconds: float) -> None:

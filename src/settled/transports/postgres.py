@@ -15,11 +15,12 @@ from settled.transports.queue import (
     DEFAULT_GROUP,
     QueueDelivery,
     QueueTransport,
-    Rules,
     Verdict,
     headers,
     lost,
+    note_given_up,
 )
+from settled.transports.rules import Rules
 
 
 class EngineDelivery(QueueDelivery[PoppedMessage]):
@@ -65,7 +66,12 @@ class EngineBackend:
             options = (await self.engine.queue(queue)).options
         except NotFound:
             return Rules()
-        return Rules(options.lease_time, options.retry == "in_order")
+        return Rules.of(
+            lease=options.lease_time,
+            retry=options.retry,
+            retry_limit=options.retry_limit,
+            gives_up=options.dlq_after_max_retries,
+        )
 
     async def pop(self, source: Source, limit: int, wait: float, ordered: bool) -> list[QueueDelivery[Any]]:
         popped = await self.engine.pop(
@@ -102,6 +108,7 @@ class EngineBackend:
             for verdict in verdicts
         ]
         results = await self.engine.ack(items, group, atomic=False)
+        note_given_up(verdicts[-1], results[-1].message)
         return [None if result.success else (result.error or result.message) for result in results]
 
     async def extend(self, delivery: QueueDelivery[Any], seconds: float) -> None:

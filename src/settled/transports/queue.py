@@ -7,7 +7,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
@@ -31,6 +31,7 @@ from settled.transports.base import (
 from settled.transports.faces import BlockingChannel
 from settled.transports.letters import destination, letter
 from settled.transports.looped import LoopTransport
+from settled.transports.rules import Rules
 
 DEFAULT_GROUP = "__QUEUE_MODE__"
 SPREAD = 16
@@ -50,15 +51,6 @@ class Verdict(msgspec.Struct, frozen=True):
     status: str
     error: str | None = None
     delay: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What a channel has to know of a queue's options."""
-
-    lease: float = 300.0
-    in_order: bool = True
-    """A lane waits for a message that failed."""
 
 
 class Popped(Protocol):
@@ -120,7 +112,7 @@ class Backend(Protocol):
         """Lease up to `limit` messages, of as many lanes."""
 
     async def settle(self, group: str, verdicts: Sequence[Verdict]) -> list[str | None]:
-        """Settle, and answer for each why it could not be, or None."""
+        """Settle, and answer for each why it could not be, or None; at most the last one is a failure."""
 
     async def extend(self, delivery: QueueDelivery[Any], seconds: float) -> None:
         """Let the lease last for so long from now; LeaseLost if it is gone."""
@@ -171,14 +163,18 @@ class QueueChannel:
     meanwhile.
     """
 
-    capabilities = Capabilities(nack=NackMeans.RELEASE, reject=RejectMeans.NATIVE, wakes=True, lanes=True)
+    capabilities = Capabilities(
+        nack=NackMeans.RELEASE, reject=RejectMeans.NATIVE, wakes=True, lanes=True, counts_releases=False
+    )
 
-    def __init__(self, transport: QueueTransport, source: Source) -> None:
+    def __init__(self, transport: QueueTransport, source: Source, rules: Rules | None = None) -> None:
         self._transport = transport
         self._source = source
         self._group = source.group or DEFAULT_GROUP
         self._wakes = 0
         self._rules: Rules | None = None
+        if rules is not None:
+            self._learn(rules)
         self._late: set[asyncio.Task[None]] = set()
         self._sending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -188,10 +184,8 @@ class QueueChannel:
         wakes = self._wakes
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         backend = await self._transport.connection()
-        if self._rules is None:
-            self._rules = await backend.rules(self._source.channel)
-            self.capabilities = replace(self.capabilities, lease=self._rules.lease)
-        ordered = self._rules.in_order
+        rules = self._rules or self._learn(await backend.rules(self._source.channel))
+        ordered = rules.in_order
         loop = self._loop
         until = loop.time() + timeout
         while True:
@@ -205,6 +199,11 @@ class QueueChannel:
                 return taken
             if self._wakes != wakes or loop.time() >= until:
                 return ()
+
+    def _learn(self, rules: Rules) -> Rules:
+        self._rules = rules
+        self.capabilities = replace(self.capabilities, lease=rules.lease, max_attempts=rules.max_attempts)
+        return rules
 
     async def ack(self, delivery: Delivery) -> None:
         mine = _mine(delivery)
@@ -224,7 +223,8 @@ class QueueChannel:
         await self._settle_with_batch(Verdict(_mine(delivery), "retry"))
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
-        await self._settle_with_batch(Verdict(_mine(delivery), "failed", "sent round again", delay), now=True)
+        why = delivery.why() or "sent round again"
+        await self._settle_with_batch(Verdict(_mine(delivery), "failed", why, delay), now=True)
 
     async def reject(self, delivery: Delivery, rejection: Reject) -> None:
         mine = _mine(delivery)
@@ -333,6 +333,12 @@ def _mine(delivery: Delivery) -> QueueDelivery[Any]:
     return delivery
 
 
+def note_given_up(verdict: Verdict, outcome: str) -> None:
+    """Tell the pump of a failed message that the queue will not bring it again, whatever the pump thought."""
+    if verdict.status == "failed" and outcome in ("failed_dlq", "failed_dropped"):
+        verdict.delivery.given_up = True
+
+
 def was_spread(lane: str) -> bool:
     """Whether the lane was given to a message that had none: its order means nothing.
 
@@ -356,12 +362,21 @@ class QueueTransport(LoopTransport[Backend]):
     def __init__(self) -> None:
         super().__init__()
         self._turn = count()
+        self._rules: dict[str, Rules] = {}
+
+    async def prepare(self, source: Source) -> None:
+        """Learn the queue's rules: an app says what they mean for it before it starts."""
+        backend = await self.connection()
+        self._rules[source.channel] = await backend.rules(source.channel)
 
     def async_channel(self, source: Source) -> AsyncChannel:
-        return QueueChannel(self, source)
+        return self._channel(source)
 
     def channel(self, source: Source) -> Channel:
-        return BlockingQueueChannel(QueueChannel(self, source), asyncio.get_running_loop())
+        return BlockingQueueChannel(self._channel(source), asyncio.get_running_loop())
+
+    def _channel(self, source: Source) -> QueueChannel:
+        return QueueChannel(self, source, self._rules.get(source.channel))
 
     async def push(self, message: Outgoing) -> Published:
         (published,) = await self.publish_many([message])
