@@ -215,7 +215,7 @@ def test_the_command_line_says_what_is_wrong(shop: Shop) -> None:
     result = runner.invoke(app, ["run", "nonsense", "--queue", "q", "--group", "g", "--url", shop.dsn])
     assert (result.exit_code, "module:function" in result.output) == (2, True)
     result = runner.invoke(app, ["redrive", "--url", shop.dsn, "--queue", "no such queue", "--dry-run"])
-    assert (result.exit_code, result.output) == (0, "would redrive=0\n")
+    assert (result.exit_code, result.output) == (1, "settled: queue not found: no such queue\n")
 
 
 def test_the_demonstration_balances_its_books(

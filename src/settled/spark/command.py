@@ -147,6 +147,9 @@ def redrive_command(
     where: Annotated[str | None, typer.Option(help='A Spark SQL condition, e.g. "attempts > 2".')] = None,
     to: Annotated[str | None, typer.Option(help="Another queue than their own.")] = None,
     rate: Annotated[float | None, typer.Option(min=0.1, help="Messages a second.")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also messages that were redriven before and died again.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     master: Master = None,
 ) -> None:
@@ -170,7 +173,9 @@ def redrive_command(
             typer.echo(f"\r  {so_far:,} sent ", err=True, nl=False)
 
     try:
-        count = redrive(url, choice, to=to, rate=rate, dry_run=dry_run, spark=spark, on_progress=sent)
+        count = redrive(
+            url, choice, to=to, rate=rate, again=again, dry_run=dry_run, spark=spark, on_progress=sent
+        )
     except Exception as failure:
         _fail(failure)
     finally:
