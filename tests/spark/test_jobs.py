@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 from typer.testing import CliRunner
 
 import settled
-from settled import Reject
-from settled.queue.errors import Conflict
+from settled import Defer, Reject
+from settled.queue.errors import Conflict, NotFound
 from settled.queue.types import PopRequest
 from settled.spark.command import app
 from settled.spark.frames import attempt, read_queue, settle_batch
@@ -126,6 +127,47 @@ def test_a_report_says_what_happened(spark: SparkSession, shop: Shop, worked: st
     export(spark, shop.dsn, tmp_path / "files", queue=worked)
     again = write_report(spark, tmp_path / "files", tmp_path / "files.html")
     assert (again["totals"], again["dead_letters"]["total"]) == (figures["totals"], 20)
+    assert again["lag"] == figures["lag"]
+
+
+def test_a_report_counts_each_outstanding_message_once_and_only_successes_as_successes(
+    spark: SparkSession, shop: Shop, tmp_path: Path
+) -> None:
+    queue = shop.queue(retry="in_order", retryDelay=600_000)
+    shop.push(queue, [{"id": i} for i in range(1, 11)], lanes=1)
+    flag = tmp_path / "mended"
+
+    def away(order: dict[str, int]) -> None:
+        if order["id"] == 7 or (order["id"] == 1 and not flag.exists()):
+            raise Defer(0 if order["id"] == 1 else 600, "the bank is away")
+
+    def work() -> None:
+        settle_batch(read_queue(spark, queue, "g", url=shop.dsn, streaming=False).transform(attempt(away)))
+
+    work()
+    assert shop.lag(queue) == (9, 1)
+    flag.touch()
+    work()
+    assert shop.lag(queue) == (3, 1)
+    shop.push(queue, [{"id": i} for i in range(30)], lanes=3)  # two of them are new to the group
+    export(spark, shop.dsn, tmp_path / "files", queue=queue)
+    live = write_report(spark, shop.dsn, tmp_path / "live.html", queue=queue)
+    files = write_report(spark, tmp_path / "files", tmp_path / "files.html")
+    for figures in (live, files):
+        assert figures["lag"] == [
+            {"queue": queue, "consumer_group": "g", "partitions": 3, "waiting": 33, "failing": 1}
+        ]
+        assert figures["retries_to_success"] == [{"attempts": 1, "count": 1}]
+    with pytest.raises(NotFound, match="queue not found: nosuch"):
+        write_report(spark, shop.dsn, tmp_path / "none.html", queue="nosuch")
+
+
+def test_what_was_settled_behind_a_released_message_does_not_wait(spark: SparkSession, shop: Shop) -> None:
+    queue = shop.queue(retry="parked")
+    shop.push(queue, [{"id": i} for i in range(10)], lanes=1)
+    rows = read_queue(spark, queue, "g", url=shop.dsn, streaming=False)
+    settle_batch(rows.withColumn("outcome", F.expr("case when sequence = 2 then 'release' else 'ack' end")))
+    assert shop.lag(queue) == (1, 0)
 
 
 def test_the_alert_rules_are_those_of_the_runbook_and_all_are_evaluated(spark: SparkSession) -> None:

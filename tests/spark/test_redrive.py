@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -19,9 +18,8 @@ SECRET = "hush" * 8
 
 
 @pytest.fixture
-def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SETTLED_ENCRYPTION_KEY", "ab" * 32)
-    yield
 
 
 def die(shop: Shop, queue: str) -> None:
@@ -62,7 +60,7 @@ def test_dead_letters_of_an_encrypted_queue_are_redriven_readable_and_never_in_c
     shop: Shop, key: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = full_of(shop, [{"id": 1, "secret": SECRET}], encryptionEnabled=True)
-    with pytest.raises(Conflict, match="are encrypted, but queue '.*' is not"):
+    with pytest.raises(Conflict, match=r"are encrypted, but queue '.*' is not"):
         redrive(shop.dsn, Choice(queue=source), to=shop.queue())
     with monkeypatch.context() as patch:
         patch.delenv("SETTLED_ENCRYPTION_KEY")

@@ -35,13 +35,10 @@ select date_trunc('second', j.at) as at, q.name as queue, g.name as consumer_gro
    and j.at >= %(since)s and j.at < %(until)s and (%(queue)s::text is null or q.name = %(queue)s)
  group by 1, 2, 3, 4
 
--- name: lag
-select q.name as queue, g.name as consumer_group, count(*) as partitions,
-       sum(greatest(l.next_seq - greatest(c.cursor, l.first_seq), 0))::bigint as waiting,
-       (select count(*) from exception e join lane x on x.id = e.lane_id where x.queue_id = q.id and e.group_id = g.id) as failing
-  from consumer c join lane l on l.id = c.lane_id join queue q on q.id = l.queue_id join consumer_group g on g.id = c.group_id
+-- name: failing
+select e.lane_id, g.name as consumer_group, e.seq as sequence, q.name as queue
+  from exception e join lane l on l.id = e.lane_id join queue q on q.id = l.queue_id join consumer_group g on g.id = e.group_id
  where %(queue)s::text is null or q.name = %(queue)s
- group by q.id, q.name, g.id, g.name order by 1, 2
 
 -- name: heads
 select l.id as lane_id, l.next_seq as head from lane l join queue q on q.id = l.queue_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ def run(
     until_empty: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
     every: float = 1.0,
+    stop: threading.Event | None = None,
     result: Any = None,
     policy: PolicyOptions | None = None,
     **options: Any,
@@ -90,8 +92,8 @@ def run(
 
     `result` and `policy` are as `attempt()` takes them, other options as `read_queue()` does.
 
-    Ends when the query is stopped, on Ctrl-C, or with `until_empty` when nothing waits and nothing is to be
-    retried. Spark gives a Python process ten seconds to start; on a machine that is too busy for that the
+    Ends when the query is stopped, when `stop` is set, on Ctrl-C, or with `until_empty` when nothing waits
+    and nothing is to be retried. Spark gives a Python process ten seconds to start; on a machine that is too busy for that the
     query is started again, a few times: nothing of its batch was read.
     """
     with _watch(url) as link:
@@ -133,6 +135,9 @@ def run(
                 on_progress(progress)
                 if not query.isActive or (until_empty and not progress.waiting and not progress.failing):
                     return progress
+                if stop is not None and stop.is_set():
+                    query.stop()
+                    return _progress(link, queue, group, after, time.monotonic() - started)
         except KeyboardInterrupt:
             query.stop()
             return _progress(link, queue, group, after, time.monotonic() - started)
@@ -167,4 +172,4 @@ def _progress(link: Any, queue: str, group: str, after: Any, elapsed: float) -> 
     totals = link.rows("totals", queue=queue, group=group, after=after)[0]
     seconds = link.rows("busy", queue=queue, group=group, after=after)[0]["seconds"]
     lag = link.rows("lag", queue=queue, group=group) or [{"waiting": 1, "failing": 0}]
-    return Progress(**totals, **lag[0], seconds=seconds)
+    return Progress(**totals, waiting=lag[0]["waiting"], failing=lag[0]["failing"], seconds=seconds)
