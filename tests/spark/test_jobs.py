@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -260,6 +261,22 @@ def test_the_command_line_says_what_is_wrong(shop: Shop) -> None:
     assert (result.exit_code, result.output) == (1, "settled: queue not found: no such queue\n")
 
 
+def test_a_condition_that_spark_refuses_is_told_in_one_line(
+    spark: SparkSession, shop: Shop, worked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(spark), "stop", lambda _: None)
+
+    def told(where: str) -> str:
+        command = ["redrive", "--url", shop.dsn, "--queue", worked, "--where", where, "--dry-run"]
+        result = CliRunner().invoke(app, command)
+        start, text = result.output.splitlines()
+        assert (result.exit_code, start.startswith("starting Spark")) == (1, True)
+        return text
+
+    assert told("attempts >").startswith("settled: [PARSE_SYNTAX_ERROR] Syntax error")
+    assert "`nosuch`" in told("nosuch > 3")
+
+
 def test_the_demonstration_balances_its_books(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +323,10 @@ def test_a_run_goes_on_when_a_process_starts_too_slowly(
     assert "did not start within Spark's 10 s" in caplog.text
 
 
-def test_sigterm_ends_a_run_with_its_summary(shop: Shop, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_its_processes_ends_a_run_with_its_summary(
+    shop: Shop, tmp_path: Path, told: signal.Signals
+) -> None:
     queue = shop.queue()
     shop.push(queue, [{"id": i} for i in range(20)])
     (tmp_path / "clerk.py").write_text("def note(order: dict[str, int]) -> None: pass\n")
@@ -315,7 +335,7 @@ def test_sigterm_ends_a_run_with_its_summary(shop: Shop, tmp_path: Path) -> None
     with progress.open("w") as errors:
         process = subprocess.Popen(
             [*command, "--url", shop.dsn, "--queue", queue, "--group", "g"],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True,
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
         )  # fmt: skip
         try:
             until = time.monotonic() + 120
@@ -323,7 +343,7 @@ def test_sigterm_ends_a_run_with_its_summary(shop: Shop, tmp_path: Path) -> None
                 assert process.poll() is None, progress.read_text()
                 assert time.monotonic() < until, progress.read_text()
                 time.sleep(0.1)
-            process.send_signal(signal.SIGTERM)
+            os.killpg(process.pid, told)
             out, _ = process.communicate(timeout=60)
         finally:
             process.kill()
@@ -332,3 +352,4 @@ def test_sigterm_ends_a_run_with_its_summary(shop: Shop, tmp_path: Path) -> None
         0,
         "batches=1 acked=20 retried=0 dead=0 released=0 pushed=0 waiting=0 failing=0\n",
     ), progress.read_text()
+    assert "Traceback" not in progress.read_text()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import signal
 import sys
 import tempfile
+import threading
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -54,7 +56,6 @@ def run_command(
     from settled.spark.jobs.run import live, run
 
     where = checkpoint or Path("checkpoints") / f"{queue}-{group}"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     try:
         end = run(
             spark,
@@ -68,6 +69,7 @@ def run_command(
             max_rows=max_rows,
             on_progress=live(sys.stderr),
             subject=subject,
+            stop=_stop(),
         )
     except Exception as error:
         _fail(error)
@@ -133,6 +135,8 @@ def report_command(
         _fail(error)
     finally:
         spark.stop()
+    if figures["from"] is None:
+        typer.echo("nothing was settled in this time: the page is nearly empty", err=True)
     typer.echo(f"{target}: " + " ".join(f"{name}={count}" for name, count in figures["totals"].items()))
 
 
@@ -186,6 +190,23 @@ def redrive_command(
     typer.echo(f"{'would redrive' if dry_run else 'redriven'}={count}")
 
 
+def _stop() -> threading.Event:
+    """What Ctrl-C and SIGTERM set; the second one interrupts.
+
+    An interrupt in the midst of a call to Spark would leave its connection broken, with tracebacks.
+    """
+    told = threading.Event()
+
+    def tell(*_: object) -> None:
+        told.set()
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, signal.default_int_handler)
+
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, tell)
+    return told
+
+
 def _named(
     url: str, queue: str | None, group: str | None, stream: str | None, consumer: str | None
 ) -> tuple[str, str]:
@@ -219,21 +240,22 @@ def _load(target: str) -> Any:
 
 def _session(master: str | None) -> Any:
     try:
+        from pyspark.logger import PySparkLogger
+
         from settled.spark.startup import session
     except ImportError as error:
         typer.echo(f"settled: this needs Spark ({error}): pip install 'settled[spark]'", err=True)
         raise typer.Exit(2) from None
     log = Path(tempfile.gettempdir()) / "settled-spark.log"
     typer.echo(f"starting Spark, which logs to {log}", err=True)
+    for name in ("DataFrameQueryContextLogger", "SQLQueryContextLogger"):
+        PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)  # an error is told once, in our words
     return session("settled pipeline", master, log=log, quick=True)
 
 
 def _fail(error: Exception) -> NoReturn:
     """The one line that says it, out of whatever Spark wrapped round it."""
-    text = str(error)
-    for line in text.splitlines():
-        if line.startswith("settled."):
-            text = line.partition(": ")[2]
-            break
-    typer.echo(f"settled: {text.splitlines()[0] if text else type(error).__name__}", err=True)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    ours = next((line.partition(": ")[2] for line in lines if line.startswith("settled.")), None)
+    typer.echo(f"settled: {ours or lines[0]}", err=True)
     raise typer.Exit(1) from None

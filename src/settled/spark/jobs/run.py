@@ -93,8 +93,8 @@ def run(
     `result` and `policy` are as `attempt()` takes them, other options as `read_queue()` does.
 
     Ends when the query is stopped, when `stop` is set, on Ctrl-C, or with `until_empty` when nothing waits
-    and nothing is to be retried. Spark gives a Python process ten seconds to start; on a machine that is too busy for that the
-    query is started again, a few times: nothing of its batch was read.
+    and nothing is to be retried. Spark gives a Python process ten seconds to start; on a machine that is too
+    busy for that the query is started again, a few times: nothing of its batch was read.
     """
     with _watch(url) as link:
         df = read_queue(spark, queue, group, url=url, **options)
