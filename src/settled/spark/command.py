@@ -53,11 +53,12 @@ def run_command(
     queue, group = _named(url, queue, group, stream, consumer)
     function = _load(handler)
     spark = _session(master)
-    from settled.spark.jobs.run import live, run
+    from settled.spark.jobs.run import end, live, run
 
     where = checkpoint or Path("checkpoints") / f"{queue}-{group}"
+    told = _stop()
     try:
-        end = run(
+        came = run(
             spark,
             function,
             queue,
@@ -69,17 +70,17 @@ def run_command(
             max_rows=max_rows,
             on_progress=live(sys.stderr),
             subject=subject,
-            stop=_stop(),
+            stop=told,
         )
     except Exception as error:
         _fail(error)
     finally:
-        spark.stop()
+        end(spark, told)
     if sys.stderr.isatty():
         typer.echo(err=True)
     typer.echo(
-        f"batches={end.batches} acked={end.acked} retried={end.retried} dead={end.dead} "
-        f"released={end.released} pushed={end.pushed} waiting={end.waiting} failing={end.failing}"
+        f"batches={came.batches} acked={came.acked} retried={came.retried} dead={came.dead} "
+        f"released={came.released} pushed={came.pushed} waiting={came.waiting} failing={came.failing}"
     )
 
 
@@ -199,6 +200,7 @@ def _stop() -> threading.Event:
 
     def tell(*_: object) -> None:
         told.set()
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)  # Spark may be told too, and be gone
         for one in (signal.SIGINT, signal.SIGTERM):
             signal.signal(one, signal.default_int_handler)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,8 +142,24 @@ def run(
         except KeyboardInterrupt:
             query.stop()
             return _progress(link, queue, group, after, time.monotonic() - started)
+        except Exception:
+            if stop is None or not stop.is_set():
+                raise
+            # Who told us told Spark's processes too; what was settled is in the books.
+            return _progress(link, queue, group, after, time.monotonic() - started)
         finally:
-            query.stop()
+            end(query, stop)
+
+
+def end(what: StreamingQuery | SparkSession, told: threading.Event | None) -> None:
+    """Stop it; once we were told to stop, Spark may be gone already."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Unable to cleanly shutdown")
+            what.stop()
+    except Exception:
+        if told is None or not told.is_set():
+            raise
 
 
 def too_slow(error: Exception) -> bool:
