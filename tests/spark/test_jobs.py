@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,11 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 from typer.testing import CliRunner
 
 import settled
-from settled import Reject
-from settled.queue.errors import Conflict
+from settled import Defer, Reject
+from settled.queue.errors import Conflict, NotFound
 from settled.queue.types import PopRequest
 from settled.spark.command import app
 from settled.spark.frames import attempt, read_queue, settle_batch
@@ -126,6 +128,47 @@ def test_a_report_says_what_happened(spark: SparkSession, shop: Shop, worked: st
     export(spark, shop.dsn, tmp_path / "files", queue=worked)
     again = write_report(spark, tmp_path / "files", tmp_path / "files.html")
     assert (again["totals"], again["dead_letters"]["total"]) == (figures["totals"], 20)
+    assert again["lag"] == figures["lag"]
+
+
+def test_a_report_counts_each_outstanding_message_once_and_only_successes_as_successes(
+    spark: SparkSession, shop: Shop, tmp_path: Path
+) -> None:
+    queue = shop.queue(retry="in_order", retryDelay=600_000)
+    shop.push(queue, [{"id": i} for i in range(1, 11)], lanes=1)
+    flag = tmp_path / "mended"
+
+    def away(order: dict[str, int]) -> None:
+        if order["id"] == 7 or (order["id"] == 1 and not flag.exists()):
+            raise Defer(0 if order["id"] == 1 else 600, "the bank is away")
+
+    def work() -> None:
+        settle_batch(read_queue(spark, queue, "g", url=shop.dsn, streaming=False).transform(attempt(away)))
+
+    work()
+    assert shop.lag(queue) == (9, 1)
+    flag.touch()
+    work()
+    assert shop.lag(queue) == (3, 1)
+    shop.push(queue, [{"id": i} for i in range(30)], lanes=3)  # two of them are new to the group
+    export(spark, shop.dsn, tmp_path / "files", queue=queue)
+    live = write_report(spark, shop.dsn, tmp_path / "live.html", queue=queue)
+    files = write_report(spark, tmp_path / "files", tmp_path / "files.html")
+    for figures in (live, files):
+        assert figures["lag"] == [
+            {"queue": queue, "consumer_group": "g", "partitions": 3, "waiting": 33, "failing": 1}
+        ]
+        assert figures["retries_to_success"] == [{"attempts": 1, "count": 1}]
+    with pytest.raises(NotFound, match="queue not found: nosuch"):
+        write_report(spark, shop.dsn, tmp_path / "none.html", queue="nosuch")
+
+
+def test_what_was_settled_behind_a_released_message_does_not_wait(spark: SparkSession, shop: Shop) -> None:
+    queue = shop.queue(retry="parked")
+    shop.push(queue, [{"id": i} for i in range(10)], lanes=1)
+    rows = read_queue(spark, queue, "g", url=shop.dsn, streaming=False)
+    settle_batch(rows.withColumn("outcome", F.expr("case when sequence = 2 then 'release' else 'ack' end")))
+    assert shop.lag(queue) == (1, 0)
 
 
 def test_the_alert_rules_are_those_of_the_runbook_and_all_are_evaluated(spark: SparkSession) -> None:
@@ -215,7 +258,23 @@ def test_the_command_line_says_what_is_wrong(shop: Shop) -> None:
     result = runner.invoke(app, ["run", "nonsense", "--queue", "q", "--group", "g", "--url", shop.dsn])
     assert (result.exit_code, "module:function" in result.output) == (2, True)
     result = runner.invoke(app, ["redrive", "--url", shop.dsn, "--queue", "no such queue", "--dry-run"])
-    assert (result.exit_code, result.output) == (0, "would redrive=0\n")
+    assert (result.exit_code, result.output) == (1, "settled: queue not found: no such queue\n")
+
+
+def test_a_condition_that_spark_refuses_is_told_in_one_line(
+    spark: SparkSession, shop: Shop, worked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(spark), "stop", lambda _: None)
+
+    def told(where: str) -> str:
+        command = ["redrive", "--url", shop.dsn, "--queue", worked, "--where", where, "--dry-run"]
+        result = CliRunner().invoke(app, command)
+        start, text = result.output.splitlines()
+        assert (result.exit_code, start.startswith("starting Spark")) == (1, True)
+        return text
+
+    assert told("attempts >").startswith("settled: [PARSE_SYNTAX_ERROR] Syntax error")
+    assert "`nosuch`" in told("nosuch > 3")
 
 
 def test_the_demonstration_balances_its_books(
@@ -264,7 +323,10 @@ def test_a_run_goes_on_when_a_process_starts_too_slowly(
     assert "did not start within Spark's 10 s" in caplog.text
 
 
-def test_sigterm_ends_a_run_with_its_summary(shop: Shop, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_its_processes_ends_a_run_with_its_summary(
+    shop: Shop, tmp_path: Path, told: signal.Signals
+) -> None:
     queue = shop.queue()
     shop.push(queue, [{"id": i} for i in range(20)])
     (tmp_path / "clerk.py").write_text("def note(order: dict[str, int]) -> None: pass\n")
@@ -273,7 +335,7 @@ def test_sigterm_ends_a_run_with_its_summary(shop: Shop, tmp_path: Path) -> None
     with progress.open("w") as errors:
         process = subprocess.Popen(
             [*command, "--url", shop.dsn, "--queue", queue, "--group", "g"],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True,
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
         )  # fmt: skip
         try:
             until = time.monotonic() + 120
@@ -281,7 +343,7 @@ def test_sigterm_ends_a_run_with_its_summary(shop: Shop, tmp_path: Path) -> None
                 assert process.poll() is None, progress.read_text()
                 assert time.monotonic() < until, progress.read_text()
                 time.sleep(0.1)
-            process.send_signal(signal.SIGTERM)
+            os.killpg(process.pid, told)
             out, _ = process.communicate(timeout=60)
         finally:
             process.kill()
@@ -290,3 +352,4 @@ def test_sigterm_ends_a_run_with_its_summary(shop: Shop, tmp_path: Path) -> None
         0,
         "batches=1 acked=20 retried=0 dead=0 released=0 pushed=0 waiting=0 failing=0\n",
     ), progress.read_text()
+    assert "Traceback" not in progress.read_text()

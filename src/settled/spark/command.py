@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import signal
 import sys
 import tempfile
+import threading
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -51,12 +53,12 @@ def run_command(
     queue, group = _named(url, queue, group, stream, consumer)
     function = _load(handler)
     spark = _session(master)
-    from settled.spark.jobs.run import live, run
+    from settled.spark.jobs.run import end, live, run
 
     where = checkpoint or Path("checkpoints") / f"{queue}-{group}"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    told = _stop()
     try:
-        end = run(
+        came = run(
             spark,
             function,
             queue,
@@ -68,16 +70,17 @@ def run_command(
             max_rows=max_rows,
             on_progress=live(sys.stderr),
             subject=subject,
+            stop=told,
         )
     except Exception as error:
         _fail(error)
     finally:
-        spark.stop()
+        end(spark, told)
     if sys.stderr.isatty():
         typer.echo(err=True)
     typer.echo(
-        f"batches={end.batches} acked={end.acked} retried={end.retried} dead={end.dead} "
-        f"released={end.released} pushed={end.pushed} waiting={end.waiting} failing={end.failing}"
+        f"batches={came.batches} acked={came.acked} retried={came.retried} dead={came.dead} "
+        f"released={came.released} pushed={came.pushed} waiting={came.waiting} failing={came.failing}"
     )
 
 
@@ -133,6 +136,8 @@ def report_command(
         _fail(error)
     finally:
         spark.stop()
+    if figures["from"] is None:
+        typer.echo("nothing was settled in this time: the page is nearly empty", err=True)
     typer.echo(f"{target}: " + " ".join(f"{name}={count}" for name, count in figures["totals"].items()))
 
 
@@ -147,6 +152,9 @@ def redrive_command(
     where: Annotated[str | None, typer.Option(help='A Spark SQL condition, e.g. "attempts > 2".')] = None,
     to: Annotated[str | None, typer.Option(help="Another queue than their own.")] = None,
     rate: Annotated[float | None, typer.Option(min=0.1, help="Messages a second.")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also messages that were redriven before and died again.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     master: Master = None,
 ) -> None:
@@ -170,7 +178,9 @@ def redrive_command(
             typer.echo(f"\r  {so_far:,} sent ", err=True, nl=False)
 
     try:
-        count = redrive(url, choice, to=to, rate=rate, dry_run=dry_run, spark=spark, on_progress=sent)
+        count = redrive(
+            url, choice, to=to, rate=rate, again=again, dry_run=dry_run, spark=spark, on_progress=sent
+        )
     except Exception as failure:
         _fail(failure)
     finally:
@@ -179,6 +189,24 @@ def redrive_command(
     if count and not dry_run and sys.stderr.isatty():
         typer.echo(err=True)
     typer.echo(f"{'would redrive' if dry_run else 'redriven'}={count}")
+
+
+def _stop() -> threading.Event:
+    """What Ctrl-C and SIGTERM set; the second one interrupts.
+
+    An interrupt in the midst of a call to Spark would leave its connection broken, with tracebacks.
+    """
+    told = threading.Event()
+
+    def tell(*_: object) -> None:
+        told.set()
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)  # Spark may be told too, and be gone
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, signal.default_int_handler)
+
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, tell)
+    return told
 
 
 def _named(
@@ -214,21 +242,22 @@ def _load(target: str) -> Any:
 
 def _session(master: str | None) -> Any:
     try:
+        from pyspark.logger import PySparkLogger
+
         from settled.spark.startup import session
     except ImportError as error:
         typer.echo(f"settled: this needs Spark ({error}): pip install 'settled[spark]'", err=True)
         raise typer.Exit(2) from None
     log = Path(tempfile.gettempdir()) / "settled-spark.log"
     typer.echo(f"starting Spark, which logs to {log}", err=True)
+    for name in ("DataFrameQueryContextLogger", "SQLQueryContextLogger"):
+        PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)  # an error is told once, in our words
     return session("settled pipeline", master, log=log, quick=True)
 
 
 def _fail(error: Exception) -> NoReturn:
     """The one line that says it, out of whatever Spark wrapped round it."""
-    text = str(error)
-    for line in text.splitlines():
-        if line.startswith("settled."):
-            text = line.partition(": ")[2]
-            break
-    typer.echo(f"settled: {text.splitlines()[0] if text else type(error).__name__}", err=True)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    ours = next((line.partition(": ")[2] for line in lines if line.startswith("settled.")), None)
+    typer.echo(f"settled: {ours or lines[0]}", err=True)
     raise typer.Exit(1) from None

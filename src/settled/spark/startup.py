@@ -76,9 +76,26 @@ def session(
     for name, value in settings.items():
         builder = builder.config(name, value)
     with _stderr_to(log):
+        if not remote:
+            _launch(app, master, settings)
         spark = builder.getOrCreate()
     spark.dataSource.register(SettledSource)
     return spark
+
+
+def _launch(app: str, master: str, settings: dict[str, str]) -> None:
+    """Start the JVM, if there is none, where signals to a terminal's or a service's processes pass it by.
+
+    Whoever stops the program then finds Spark alive, and can end its queries. It goes when the program goes.
+    """
+    from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
+
+    if SparkContext._gateway is not None:
+        return
+    conf = SparkConf(loadDefaults=False).setAppName(app).setMaster(master).setAll(list(settings.items()))
+    gateway = launch_gateway(conf, {"start_new_session": True})  # type: ignore[no-untyped-call]
+    SparkContext._ensure_initialized(gateway=gateway)
 
 
 @contextmanager

@@ -58,13 +58,23 @@ select coalesce(extract(epoch from sum(m.settled_at - m.claimed_at)), 0)::double
  where g.name = %(group)s and q.name = %(queue)s and m.settled and m.number > %(after)s
 
 -- name: lag
-select coalesce(sum(l.next_seq - greatest(coalesce(c.cursor, start_of(g.id, l.id)), l.first_seq)), 0)::bigint as waiting,
+-- A message is counted once: some behind the cursor are done already, and on a queue in order what failed is behind it too.
+select q.name as queue, g.name as consumer_group, count(*) filter (where l.next_seq > 0) as partitions,
+       coalesce(sum(l.next_seq - p.at - coalesce(bit_count(substring(c.done from least(p.at - c.base, length(c.done))::int + 1)), 0)
+                    - case when c.odd then (select count(*) from exception e
+                                             where e.lane_id = l.id and e.group_id = g.id and not e.parked) else 0 end
+                   ), 0)::bigint as waiting,
        (select count(*) from exception e join lane x on x.id = e.lane_id
          where x.queue_id = q.id and e.group_id = g.id) as failing
   from queue q cross join consumer_group g
   left join lane l on l.queue_id = q.id
   left join consumer c on c.lane_id = l.id and c.group_id = g.id
- where q.name = %(queue)s and g.name = %(group)s group by q.id, g.id
+  cross join lateral (select greatest(coalesce(c.cursor, start_of(g.id, l.id)), l.first_seq) as at) p
+ where (%(queue)s::text is null or q.name = %(queue)s) and (%(group)s::text is null or g.name = %(group)s)
+   and (exists (select from reader r where r.queue_id = q.id and r.group_id = g.id)
+        or exists (select from subscription s where s.queue_id = q.id and s.group_id = g.id)
+        or exists (select from consumer o join lane x on x.id = o.lane_id where x.queue_id = q.id and o.group_id = g.id))
+ group by q.id, g.id order by 1, 2
 
 -- name: segments_of
 select s.first_seq, s.n, (extract(epoch from s.created_at) * 1000000)::bigint as created, s.body

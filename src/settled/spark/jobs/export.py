@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 STATE = "_export.json"
 TABLES = ("settlements", "dead_letters", "waits")
+SNAPSHOTS = ("lag", "failing")
 _UTC = pa.timestamp("us", "UTC")
 SCHEMAS = {
     "settlements": pa.schema(
@@ -69,6 +70,26 @@ SCHEMAS = {
             ("messages", pa.float64()),
         ]
     ),
+    # As it was at `at`, the end of a run: what groups had before them, and which messages were to come again.
+    "lag": pa.schema(
+        [
+            ("at", _UTC),
+            ("queue", pa.string()),
+            ("consumer_group", pa.string()),
+            ("partitions", pa.int64()),
+            ("waiting", pa.int64()),
+            ("failing", pa.int64()),
+        ]
+    ),
+    "failing": pa.schema(
+        [
+            ("at", _UTC),
+            ("queue", pa.string()),
+            ("consumer_group", pa.string()),
+            ("lane_id", pa.int64()),
+            ("sequence", pa.int64()),
+        ]
+    ),
 }
 
 
@@ -92,6 +113,12 @@ def table(
     """One of the tables between two times, as a DataFrame."""
     rows = query(link, name, since=since, until=until, queue=queue)
     return spark.createDataFrame(pa.Table.from_pylist(rows, SCHEMAS[name]))
+
+
+def snapshot(spark: SparkSession, link: Link, name: str, at: datetime, queue: str | None) -> DataFrame:
+    """`lag` or `failing` as it is now, noted for a time."""
+    rows = link.rows("lag", queue=queue, group=None) if name == "lag" else query(link, name, queue=queue)
+    return spark.createDataFrame(pa.Table.from_pylist([{**row, "at": at} for row in rows], SCHEMAS[name]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +183,8 @@ def export(
         for name in TABLES:
             rows = table(spark, link, name, state.until, plan.until, queue)
             counts[name] = _write(rows, folder / name, number, kind)
+        for name in SNAPSHOTS:
+            _write(snapshot(spark, link, name, plan.until, queue), folder / name, number, kind)
         if messages:
             counts["messages"] = _messages(spark, link, url, folder, number, state, plan)
             state.heads = plan.heads
@@ -221,7 +250,15 @@ def _messages(
 
 
 def exported(spark: SparkSession, folder: Path, name: str) -> DataFrame:
-    """One of the tables of an export."""
+    """One of the tables of an export; of a snapshot, the newest."""
+    df = _stored(spark, folder, name)
+    if name not in SNAPSHOTS:
+        return df
+    state = msgspec.json.decode((folder / STATE).read_bytes(), type=State)
+    return df.where(df["run"] == state.run) if "run" in df.columns else df
+
+
+def _stored(spark: SparkSession, folder: Path, name: str) -> DataFrame:
     where = folder / name
     if (where / "_delta_log").exists():
         import deltalake

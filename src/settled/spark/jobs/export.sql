@@ -35,13 +35,10 @@ select date_trunc('second', j.at) as at, q.name as queue, g.name as consumer_gro
    and j.at >= %(since)s and j.at < %(until)s and (%(queue)s::text is null or q.name = %(queue)s)
  group by 1, 2, 3, 4
 
--- name: lag
-select q.name as queue, g.name as consumer_group, count(*) as partitions,
-       sum(greatest(l.next_seq - greatest(c.cursor, l.first_seq), 0))::bigint as waiting,
-       (select count(*) from exception e join lane x on x.id = e.lane_id where x.queue_id = q.id and e.group_id = g.id) as failing
-  from consumer c join lane l on l.id = c.lane_id join queue q on q.id = l.queue_id join consumer_group g on g.id = c.group_id
+-- name: failing
+select e.lane_id, g.name as consumer_group, e.seq as sequence, q.name as queue
+  from exception e join lane l on l.id = e.lane_id join queue q on q.id = l.queue_id join consumer_group g on g.id = e.group_id
  where %(queue)s::text is null or q.name = %(queue)s
- group by q.id, q.name, g.id, g.name order by 1, 2
 
 -- name: heads
 select l.id as lane_id, l.next_seq as head from lane l join queue q on q.id = l.queue_id
@@ -51,13 +48,38 @@ select l.id as lane_id, l.next_seq as head from lane l join queue q on q.id = l.
 select q.name as queue, array_agg(l.id) as lanes from lane l join queue q on q.id = l.queue_id
  where l.id = any (%(lanes)s) group by q.name order by q.name
 
+-- name: known_queue
+select exists (select from queue where name = %(queue)s) as known, clock_timestamp() as now
+
 -- name: redrivable
-select d.id, d.queue, d.partition, d.headers, d.payload, d.error from dead_letter d
+select d.id, d.queue, d.partition, d.headers, d.payload, d.failed_at from dead_letter d
  where not exists (select from redriven r where r.dead_letter = d.id)
    and (%(queue)s::text is null or d.queue = %(queue)s) and (%(group)s::text is null or d.consumer_group = %(group)s)
-   and (%(since)s::timestamptz is null or d.failed_at >= %(since)s) and (%(until)s::timestamptz is null or d.failed_at < %(until)s)
+   and (%(since)s::timestamptz is null or d.failed_at >= %(since)s) and d.failed_at < %(until)s
    and (%(error)s::text is null or d.error ~ %(error)s) and (%(ids)s::uuid[] is null or d.id = any (%(ids)s))
+   and (d.failed_at, d.id) > (%(after)s::timestamptz, %(after_id)s::uuid)
  order by d.failed_at, d.id limit %(limit)s
+
+-- name: take_letters
+select d.id from dead_letter d
+ where d.id = any (%(ids)s) and not exists (select from redriven r where r.dead_letter = d.id) for update of d skip locked
+
+-- name: targets
+select q.id, q.name, (q.options ->> 'encryptionEnabled')::boolean as encrypted, (q.options ->> 'maxSize')::bigint as max_size
+  from queue q where q.name = any (%(queues)s) order by q.id
+
+-- name: hold_room
+select pg_advisory_xact_lock(96631519, (%(queue)s %% 2147483647)::int)
+
+-- name: backlog
+select coalesce(sum(l.next_seq - greatest(l.first_seq, coalesce(
+           (select min(c.cursor) from consumer c where c.lane_id = l.id), l.first_seq))
+           + (select count(*) from scheduled s where s.lane_id = l.id)), 0)::bigint as size
+  from lane l where l.queue_id = %(queue)s
+
+-- name: note_size
+insert into room (queue_id, size, counted_at) values (%(queue)s, %(size)s, clock_timestamp())
+    on conflict (queue_id) do update set size = excluded.size, counted_at = excluded.counted_at
 
 -- name: mark_redriven
 insert into redriven (dead_letter, queue) select u.id, u.queue from unnest(%(ids)s::uuid[], %(queues)s::text[]) u (id, queue)

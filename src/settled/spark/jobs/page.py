@@ -50,6 +50,7 @@ def render(figures: dict[str, Any]) -> str:
         ),
         "DEAD": _dead(figures["dead_letters"]["errors"]),
         "OWNERS": section(figures.get("owners", [])),
+        "LAG_AT": escape(_when(figures["lag_at"])),
         "LAG": _lag(figures["lag"]),
     }
     for name, value in parts.items():
@@ -71,7 +72,7 @@ def _tiles(figures: dict[str, Any]) -> str:
         ("tried again", totals["retried"], "failed attempts that came again", COLOURS["retried"]),
         ("dead letters", totals["dead"], "never again, kept with their error", COLOURS["dead"]),
         ("released", totals["released"], "given back, no attempt counted", COLOURS["released"]),
-        ("waiting now", waiting, "over all groups", "#3d4b5f"),
+        ("waiting", waiting, f"over all groups, {_when(figures['lag_at'])}", "#3d4b5f"),
     ]
     return "".join(
         f'<div class="tile"><b style="color:{colour}">{value:,}</b><span>{name}</span>'
@@ -278,7 +279,7 @@ def _dead(errors: list[dict[str, Any]]) -> str:
 
 def _lag(rows: list[dict[str, Any]]) -> str:
     if not rows:
-        return _nothing("Not known: this report was made from files, or no group has read yet.")
+        return _nothing("No group has read yet.")
     body = "".join(
         f"<tr><td>{escape(r['queue'])}</td><td>{escape(r['consumer_group'])}</td>"
         f'<td class="n">{r["partitions"]}</td>'

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import defaultdict
+import uuid
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from settled.queue import segment
-from settled.queue.errors import Conflict
+from settled.queue import sealing, segment
+from settled.queue.errors import Conflict, NotFound, QueueFull
 from settled.queue.manifest import WORKER, Link
 from settled.queue.options import QueueOptions
 from settled.spark.jobs.export import EPOCH, SQL, query, table
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from psycopg import Connection
     from pyspark.sql import SparkSession
 
+log = logging.getLogger("settled.spark")
 CHUNK = 1_000
 HEADER = "redriven-from"
 APPEND = "select * from append(%s, %s, %s, %s::bigint[], %s, %s::bytea[], %s)"
@@ -40,12 +43,33 @@ class Choice:
     """A Spark SQL condition on the dead letters' columns; `payload` is text."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Letter:
+    """A dead letter, opened."""
+
+    id: uuid.UUID
+    queue: str
+    partition: str
+    headers: dict[str, str]
+    payload: bytes
+    sealed: bool
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> _Letter:
+        """As the database has it; Conflict if it is encrypted and its key is not here."""
+        payload, headers = (sealing.open_value(row[name]) for name in ("payload", "headers"))
+        sealed = payload is not row["payload"] or headers is not row["headers"]
+        own = msgspec.json.decode(headers or b"{}")
+        return cls(row["id"], row["queue"], row["partition"], own, payload, sealed)
+
+
 def redrive(
     url: str,
     choice: Choice,
     *,
     to: str | None = None,
     rate: float | None = None,
+    again: bool = False,
     dry_run: bool = False,
     spark: SparkSession | None = None,
     on_progress: Callable[[int], None] = lambda _: None,
@@ -53,34 +77,47 @@ def redrive(
 ) -> int:
     """Push the chosen dead letters again and answer how many; `rate` is messages a second.
 
-    A dead letter is marked in the transaction that pushes it: no crash and no second run sends it twice.
+    A dead letter is marked in the transaction that pushes it: no crash and no second run sends it twice. A
+    message that was redriven and died again is left out, unless `again`; what dies meanwhile is for the next
+    run. Where the target's maxSize leaves no room it ends with Conflict; what fitted was sent.
     """
     with Link(url) as link:
-        ids = _by_condition(link, choice, spark) if choice.where else None
+        [facts] = query(link, "known_queue", queue=choice.queue)
+        if choice.queue is not None and not facts["known"]:
+            raise NotFound("queue", choice.queue)
         chosen = {
             "queue": choice.queue,
             "group": choice.group,
             "since": choice.since,
-            "until": choice.until,
+            "until": min(choice.until or facts["now"], facts["now"]),
             "error": choice.error,
-            "ids": ids,
+            "ids": _by_condition(link, choice, spark) if choice.where else None,
+            "limit": CHUNK if rate is None else max(1, min(CHUNK, int(rate))),
         }
-        if dry_run:
-            return len(query(link, "redrivable", limit=None, **chosen))
-        done, size = 0, CHUNK if rate is None else max(1, min(CHUNK, int(rate)))
-        while True:
+        done, twice, after, after_id = 0, 0, EPOCH, uuid.UUID(int=0)
+        while rows := query(link, "redrivable", after=after, after_id=after_id, **chosen):
             started = time.monotonic()
-
-            def push(connection: Connection[Any]) -> int:
-                return _push(connection, chosen, size, to)
-
-            count = link.run(push)
-            if not count:
-                return done
+            after, after_id = rows[-1]["failed_at"], rows[-1]["id"]
+            found = [_Letter.of(row) for row in rows]
+            letters = [letter for letter in found if again or HEADER not in letter.headers]
+            twice += len(found) - len(letters)
+            if dry_run:
+                done += len(letters)
+                continue
+            count, full = _send(link, letters, to)
             done += count
             on_progress(done)
+            if full is not None:
+                raise Conflict(f"{full}; {done} dead letters were redriven, run it again for the rest")
             if rate is not None:
                 sleep(max(0.0, count / rate - (time.monotonic() - started)))
+        if twice:
+            log.warning(
+                "%d dead letters were left out: their messages were redriven before and died again; "
+                "--again (again=True) takes them too",
+                twice,
+            )
+        return done
 
 
 def _by_condition(link: Link, choice: Choice, spark: SparkSession | None) -> list[Any]:
@@ -98,54 +135,107 @@ def _by_condition(link: Link, choice: Choice, spark: SparkSession | None) -> lis
     return [row["id"] for row in dead.where(str(choice.where)).select("id").collect()]
 
 
-def _push(connection: Connection[Any], chosen: dict[str, Any], limit: int, to: str | None) -> int:
-    with connection.transaction():
-        rows = connection.execute(
-            SQL["redrivable"] + " for update of d skip locked", {**chosen, "limit": limit}
-        ).fetchall()
-        if not rows:
-            return 0
-        queues = [to or row["queue"] for row in rows]
-        connection.execute(SQL["mark_redriven"], {"ids": [row["id"] for row in rows], "queues": queues})
-        lanes: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-        for row, queue in zip(rows, queues, strict=True):
-            lanes[(queue, row["partition"])].append(row)
-        names = sorted(lanes)
-        found = connection.execute(
-            "select * from resolve(%s, %s, %s, %s, %s)",
-            (
-                [q for q, _ in names],
-                [p for _, p in names],
-                [""] * len(names),
-                [""] * len(names),
-                QueueOptions().to_json().decode(),
-            ),
-        ).fetchall()
-        targets = sorted({(r["lane_id"], r["queue_id"], r["queue"], r["partition"]) for r in found})
-        bodies = [_body(lanes[(queue, partition)]) for _, _, queue, partition in targets]
-        none = [None] * len(targets)
-        answer = connection.execute(
-            APPEND,
-            (
-                WORKER,
-                [t[1] for t in targets],
-                [t[0] for t in targets],
-                none,
-                [len(lanes[(t[2], t[3])]) for t in targets],
-                none,
-                bodies,
-            ),
-        ).fetchall()
-        refused = [row for row in answer if row["status"] != "ok"]
-        if refused:
-            raise Conflict(f"a partition was deleted meanwhile ({refused[0]['status']}): run it again")
-        connection.execute("select pg_notify('settled', %s)", (WORKER,))
-    return len(rows)
+def _send(link: Link, letters: list[_Letter], to: str | None) -> tuple[int, QueueFull | None]:
+    if not letters:
+        return 0, None
+
+    def work(connection: Connection[Any]) -> tuple[int, QueueFull | None]:
+        with connection.transaction():
+            return _push(connection, letters, to)
+
+    return link.run(work)
 
 
-def _body(rows: list[dict[str, Any]]) -> bytes:
-    headers = []
-    for row in rows:
-        own = msgspec.json.decode(row["headers"]) if row["headers"] else {}
-        headers.append(msgspec.json.encode({**own, HEADER: str(row["id"])}))
-    return segment.encode(segment.new_base(), [b""] * len(rows), [row["payload"] for row in rows], headers)
+def _push(
+    connection: Connection[Any], letters: list[_Letter], to: str | None
+) -> tuple[int, QueueFull | None]:
+    """Push what there is room for; the queue that has none for the rest comes back too."""
+
+    def rows(name: str, **values: Any) -> list[dict[str, Any]]:
+        return connection.execute(SQL[name], values).fetchall()
+
+    queues = {row["name"]: row for row in rows("targets", queues=[to or letter.queue for letter in letters])}
+    sizes: dict[str, int] = {}
+    # Room comes before letters, as in the engine: the other way round the two could wait for each other.
+    for name, queue in queues.items():
+        if queue["max_size"]:
+            rows("hold_room", queue=queue["id"])
+            sizes[name] = rows("backlog", queue=queue["id"])[0]["size"]
+    taken = {row["id"] for row in rows("take_letters", ids=[letter.id for letter in letters])}
+    lanes: dict[tuple[str, str], list[_Letter]] = defaultdict(list)
+    counts: Counter[str] = Counter()
+    full = None
+    for letter in letters:
+        target = to or letter.queue
+        limit = queues[target]["max_size"] if target in sizes else 0
+        if letter.id not in taken:
+            continue  # another run has it
+        if limit and sizes[target] + counts[target] >= limit:
+            full = full or QueueFull(target, sizes[target] + counts[target], limit)
+            continue
+        counts[target] += 1
+        lanes[(target, letter.partition)].append(letter)
+    if not lanes:
+        return 0, full
+    encrypted = {name for name, queue in queues.items() if queue["encrypted"]}
+    bodies = {place: _body(some, place[0], place[0] in encrypted) for place, some in lanes.items()}
+    sent = [(letter.id, queue) for (queue, _), some in lanes.items() for letter in some]
+    connection.execute(SQL["mark_redriven"], {"ids": [i for i, _ in sent], "queues": [q for _, q in sent]})
+    _append(connection, lanes, bodies)
+    for name in sizes:
+        connection.execute(
+            SQL["note_size"], {"queue": queues[name]["id"], "size": sizes[name] + counts[name]}
+        )
+    return len(sent), full
+
+
+def _append(
+    connection: Connection[Any],
+    lanes: dict[tuple[str, str], list[_Letter]],
+    bodies: dict[tuple[str, str], bytes],
+) -> None:
+    names = sorted(lanes)
+    found = connection.execute(
+        "select * from resolve(%s, %s, %s, %s, %s)",
+        (
+            [q for q, _ in names],
+            [p for _, p in names],
+            [""] * len(names),
+            [""] * len(names),
+            QueueOptions().to_json().decode(),
+        ),
+    ).fetchall()
+    targets = sorted({(r["lane_id"], r["queue_id"], r["queue"], r["partition"]) for r in found})
+    none = [None] * len(targets)
+    answer = connection.execute(
+        APPEND,
+        (
+            WORKER,
+            [t[1] for t in targets],
+            [t[0] for t in targets],
+            none,
+            [len(lanes[(t[2], t[3])]) for t in targets],
+            none,
+            [bodies[(t[2], t[3])] for t in targets],
+        ),
+    ).fetchall()
+    refused = [row for row in answer if row["status"] != "ok"]
+    if refused:
+        raise Conflict(f"a partition was deleted meanwhile ({refused[0]['status']}): run it again")
+    connection.execute("select pg_notify('settled', %s)", (WORKER,))
+
+
+def _body(letters: list[_Letter], queue: str, encrypted: bool) -> bytes:
+    secret = next((letter for letter in letters if letter.sealed), None)
+    if secret is not None and not encrypted:
+        raise Conflict(
+            f"dead letters of queue {secret.queue!r} are encrypted, but queue {queue!r} is not: redrive them "
+            "to a queue with encryptionEnabled"
+        )
+    headers = [msgspec.json.encode({**letter.headers, HEADER: str(letter.id)}) for letter in letters]
+    payloads = [letter.payload for letter in letters]
+    body = segment.encode(segment.new_base(), [b""] * len(letters), payloads, headers)
+    if not encrypted:
+        return body
+    sealing.check(queue)
+    return sealing.seal(body, len(letters))

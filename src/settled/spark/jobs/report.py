@@ -12,9 +12,10 @@ import msgspec
 import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812
 
+from settled.queue.errors import NotFound
 from settled.queue.manifest import Link
 from settled.spark.jobs import alerts
-from settled.spark.jobs.export import EPOCH, SCHEMAS, exported, query, table
+from settled.spark.jobs.export import EPOCH, SCHEMAS, TABLES, exported, query, snapshot, table
 from settled.spark.jobs.owners import owners
 from settled.spark.jobs.page import render
 from settled.spark.options import is_nats
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 BUCKETS = 60
-TABLES = ("settlements", "dead_letters", "waits")
+_KEY = ["lane_id", "consumer_group", "sequence"]
 
 
 def write_report(
@@ -52,7 +53,7 @@ def of_streams(
     spark: SparkSession, url: str, queue: str | None, hours: float | None, dead_letters: Sequence[str]
 ) -> dict[str, Any]:
     """All figures of a report on streams."""
-    from settled.spark.jetstream.history import Watch, tables
+    from settled.spark.jetstream.history import Watch, lane_of, tables
 
     now = datetime.now(UTC)
     since = EPOCH if hours is None else now - timedelta(hours=hours)
@@ -61,7 +62,16 @@ def of_streams(
         settlements, dead, waits = (
             spark.createDataFrame(pa.Table.from_pylist(found.get(name, []), SCHEMAS[name])) for name in TABLES
         )
-        figures = _figures(settlements, dead, waits, lag=watch.lag(queue), now=now, queue=queue)
+        failing = [
+            {"lane_id": lane_of(stream), "consumer_group": group, "sequence": sequence}
+            for stream, group in watch.groups(queue)
+            if (books := watch.books(stream, group)) is not None
+            for sequence in books.retries
+        ]
+        again = spark.createDataFrame(pa.Table.from_pylist(failing, SCHEMAS["failing"]))
+        figures = _figures(
+            settlements, dead, waits, again, lag=watch.lag(queue), lag_at=now, now=now, queue=queue
+        )
         return {**figures, "owners": owners(spark, watch, found["dead_letters"], queue, since)}
 
 
@@ -71,17 +81,23 @@ def compute(
     """All figures of a report."""
     now = datetime.now(UTC)
     since = EPOCH if hours is None else now - timedelta(hours=hours)
-    lag: list[dict[str, Any]] = []
     if isinstance(source, str) and "://" in source:
         with Link(source) as link:
             until = query(link, "horizon")[0]["at"]
+            if queue is not None and not query(link, "known_queue", queue=queue)[0]["known"]:
+                raise NotFound("queue", queue)
             tables = [table(spark, link, name, since, until, queue) for name in TABLES]
-            lag = query(link, "lag", queue=queue)
+            lag, failing = (snapshot(spark, link, name, now, queue) for name in ("lag", "failing"))
     else:
         tables = [_exported(spark, Path(source), name, since, queue) for name in TABLES]
-    tables = [one.persist() for one in tables]
+        lag, failing = (_exported(spark, Path(source), name, EPOCH, queue) for name in ("lag", "failing"))
+    tables = [one.persist() for one in (*tables, failing)]
+    order = ["queue", "consumer_group"]
+    found = [row.asDict() for row in lag.select(*SCHEMAS["lag"].names).orderBy(*order).collect()]
+    lag_at = found[0]["at"] if found else now
+    rows = [{name: value for name, value in row.items() if name != "at"} for row in found]
     try:
-        return _figures(*tables, lag=lag, now=now, queue=queue)
+        return _figures(*tables, lag=rows, lag_at=lag_at, now=now, queue=queue)
     finally:
         for one in tables:
             one.unpersist()
@@ -96,8 +112,10 @@ def _figures(
     settlements: DataFrame,
     dead: DataFrame,
     waits: DataFrame,
+    failing: DataFrame,
     *,
     lag: list[dict[str, Any]],
+    lag_at: datetime,
     now: datetime,
     queue: str | None,
 ) -> dict[str, Any]:
@@ -127,9 +145,10 @@ def _figures(
         "latency": _percentiles(waits, width),
         "in_hand": _percentiles(settlements.where("kind = 'settled' and seconds is not null"), width),
         "redeliveries": _redeliveries(settlements),
-        "retries_to_success": _retries(settlements, dead),
+        "retries_to_success": _retries(settlements, failing),
         "dead_letters": {"errors": errors, "total": sum(e["count"] for e in errors)},
         "lag": lag,
+        "lag_at": _iso(lag_at),
         "alerts": alerts.evaluate(settlements, now),
     }
 
@@ -213,18 +232,13 @@ def _redeliveries(settlements: DataFrame) -> list[dict[str, Any]]:
     return [r.asDict() for r in rows.orderBy(F.desc("count")).limit(20).collect()]
 
 
-def _retries(settlements: DataFrame, dead: DataFrame) -> list[dict[str, Any]]:
-    failed = (
-        settlements.where("kind = 'failed'")
-        .groupBy("lane_id", "consumer_group", F.col("first_sequence").alias("sequence"))
-        .agg(F.max("attempts").alias("attempts"))
-    )
-    alive = failed.join(
-        dead.select("lane_id", "consumer_group", "sequence"),
-        ["lane_id", "consumer_group", "sequence"],
-        "left_anti",
-    )
-    return [r.asDict() for r in alive.groupBy("attempts").count().orderBy("attempts").collect()]
+def _retries(settlements: DataFrame, failing: DataFrame) -> list[dict[str, Any]]:
+    """What failed, did not die and is not to come again: it was acknowledged in the end."""
+    one = settlements.withColumn("sequence", F.col("first_sequence"))
+    failed = one.where("kind = 'failed'").groupBy(*_KEY).agg(F.max("attempts").alias("attempts"))
+    gone = one.where("kind in ('dead', 'dropped')").select(*_KEY).union(failing.select(*_KEY))
+    done = failed.join(gone, _KEY, "left_anti")
+    return [r.asDict() for r in done.groupBy("attempts").count().orderBy("attempts").collect()]
 
 
 def _classes(dead: DataFrame) -> list[dict[str, Any]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +84,7 @@ def run(
     until_empty: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
     every: float = 1.0,
+    stop: threading.Event | None = None,
     result: Any = None,
     policy: PolicyOptions | None = None,
     **options: Any,
@@ -90,9 +93,9 @@ def run(
 
     `result` and `policy` are as `attempt()` takes them, other options as `read_queue()` does.
 
-    Ends when the query is stopped, on Ctrl-C, or with `until_empty` when nothing waits and nothing is to be
-    retried. Spark gives a Python process ten seconds to start; on a machine that is too busy for that the
-    query is started again, a few times: nothing of its batch was read.
+    Ends when the query is stopped, when `stop` is set, on Ctrl-C, or with `until_empty` when nothing waits
+    and nothing is to be retried. Spark gives a Python process ten seconds to start; on a machine that is too
+    busy for that the query is started again, a few times: nothing of its batch was read.
     """
     with _watch(url) as link:
         df = read_queue(spark, queue, group, url=url, **options)
@@ -133,11 +136,30 @@ def run(
                 on_progress(progress)
                 if not query.isActive or (until_empty and not progress.waiting and not progress.failing):
                     return progress
+                if stop is not None and stop.is_set():
+                    query.stop()
+                    return _progress(link, queue, group, after, time.monotonic() - started)
         except KeyboardInterrupt:
             query.stop()
             return _progress(link, queue, group, after, time.monotonic() - started)
+        except Exception:
+            if stop is None or not stop.is_set():
+                raise
+            # Who told us told Spark's processes too; what was settled is in the books.
+            return _progress(link, queue, group, after, time.monotonic() - started)
         finally:
-            query.stop()
+            end(query, stop)
+
+
+def end(what: StreamingQuery | SparkSession, told: threading.Event | None) -> None:
+    """Stop it; once we were told to stop, Spark may be gone already."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Unable to cleanly shutdown")
+            what.stop()
+    except Exception:
+        if told is None or not told.is_set():
+            raise
 
 
 def too_slow(error: Exception) -> bool:
@@ -167,4 +189,4 @@ def _progress(link: Any, queue: str, group: str, after: Any, elapsed: float) -> 
     totals = link.rows("totals", queue=queue, group=group, after=after)[0]
     seconds = link.rows("busy", queue=queue, group=group, after=after)[0]["seconds"]
     lag = link.rows("lag", queue=queue, group=group) or [{"waiting": 1, "failing": 0}]
-    return Progress(**totals, **lag[0], seconds=seconds)
+    return Progress(**totals, waiting=lag[0]["waiting"], failing=lag[0]["failing"], seconds=seconds)
