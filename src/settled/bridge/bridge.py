@@ -247,7 +247,8 @@ class Bridge:
         match result:
             case Refused():
                 logger.warning("bridge: rejected message_id=%s: %s", message.id, result)
-                self.totals.rejected += await self._settled(message, message.term(str(result)))
+                if await self._settled(message, message.term(str(result))):
+                    self.totals.rejected += 1
             case Published(duplicate=True):
                 self.totals.duplicates += 1
                 await self._settled(message, message.ack())
@@ -259,8 +260,8 @@ class Bridge:
         """Last first, so that a broker which gives back to the head ends up with the old order."""
         while waiting:
             message = waiting.pop()
-            if not message.settled:
-                self.totals.released += await self._settled(message, message.release())
+            if not message.settled and await self._settled(message, message.release()):
+                self.totals.released += 1
 
     async def _settled(self, message: Message[Any], call: Awaitable[None]) -> bool:
         try:

@@ -87,7 +87,7 @@ class NatsTransport:
     def refuses(self, error: Exception) -> bool:
         if isinstance(error, nats.js.errors.APIError):
             return error.err_code in _REFUSED
-        return isinstance(error, (nats.errors.MaxPayloadError, UnicodeError))
+        return isinstance(error, (nats.errors.MaxPayloadError, nats.errors.BadHeaderError, UnicodeError))
 
     async def prepare(self, source: Source) -> None:
         """Find the consumer, or make it, and say what the server would ignore in silence."""

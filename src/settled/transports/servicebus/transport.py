@@ -204,7 +204,7 @@ class ServiceBusTransport(LoopTransport[_Bus]):
         try:
             sent = outgoing(message, identity)
         except (ValueError, TypeError) as error:
-            # An id or a session longer than 128 characters, say.
+            # An id or a session longer than 128 characters, or text that is not Unicode.
             raise Refused(f"publish to {message.subject!r}: {error}") from error
         await self.send(message.subject.partition("/")[0], sent)
         return Published(id=identity, lane=message.lane)
