@@ -21,7 +21,15 @@ from settled.message import Message
 from settled.settlement import describe
 from settled.signals import ConfigurationError
 from settled.transports import connect
-from settled.transports.base import BrokerStatus, Capabilities, Outgoing, Published, Reports, Transport
+from settled.transports.base import (
+    BrokerStatus,
+    Capabilities,
+    Outgoing,
+    Published,
+    Reports,
+    TellsLanes,
+    Transport,
+)
 from settled.transports.queue import was_spread
 
 LANE = "settled-lane"
@@ -311,6 +319,9 @@ class Bridge:
             headers.setdefault(SUBJECT, message.subject)
         carried = headers.pop(LANE, None)
         lane = _lane(message) or carried
+        if isinstance(self._target, TellsLanes) and self._target.lane_header in headers:
+            # It comes from such a broker, and has the lane there that it had here.
+            lane = None
         if lane is not None and not self._has_lanes:
             headers[LANE], lane = lane, None
         return Outgoing(subject=self.to, data=message.data, headers=headers, id=message.id, lane=lane)

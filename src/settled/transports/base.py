@@ -256,6 +256,14 @@ class PublishesMany(Protocol):
 
 
 @runtime_checkable
+class TellsLanes(Protocol):
+    """A transport whose messages say in a header which lane they were published with: what is read is a part
+    of many lanes, as a partition is of keys."""
+
+    lane_header: str
+
+
+@runtime_checkable
 class Refuses(Protocol):
     """A transport that can tell a message it will never take from a moment in which it takes none."""
 
