@@ -163,6 +163,21 @@ def test_it_ends_by_itself_and_a_second_run_finds_only_duplicates(
     assert asyncio.run(stored(dsn, queue)).total() == 20
 
 
+def test_without_a_group_it_goes_on_where_it_was_too(
+    nats_server: Server, dsn: str, queue: str, command: Callable[..., Result]
+) -> None:
+    async def prepare() -> Desk:
+        async with desk_on(nats_server.url) as desk:
+            await fill(desk, 5)
+            return desk
+
+    desk = asyncio.run(prepare())
+    arguments = (desk.url, dsn, "--from", desk.subject())
+    for to, limit in ((queue, 3), (queue, 2), (f"{queue}-too", 5)):
+        carried = command(*arguments, "--to", to, "--limit", str(limit))
+        assert carried.output == f"read={limit} written={limit} duplicates=0 rejected=0\n"
+
+
 def test_with_create_a_bridge_makes_the_streams_it_reads_and_writes_and_the_consumer(
     nats_server: Server, command: Callable[..., Result]
 ) -> None:

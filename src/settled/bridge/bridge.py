@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
@@ -26,6 +27,7 @@ from settled.transports.base import (
     Capabilities,
     Outgoing,
     Published,
+    Remembers,
     Reports,
     TellsLanes,
     Transport,
@@ -122,6 +124,8 @@ class Bridge:
         self._hurry = asyncio.Event()
         self._settling = asyncio.Semaphore(CALLS)
         self._failure: ConfigurationError | None = None
+        if group is None and settings is None and isinstance(self._source, Remembers):
+            settings = self._source.lasting(_reader(channel, self._target_name, self.to))
         seen = WindowedTransport(self._source, _name(source), self._window, self._drain)
         self._app = App(transport=seen)
         self._app.subscriber(channel, group=group, dead_letter=dead_letter, source=settings, buffer=buffer)(
@@ -341,6 +345,11 @@ def _has_lanes(transport: Transport) -> bool:
     """Whether it takes a lane, in one of the ways it can be set up."""
     variants: Mapping[str, Capabilities] = getattr(transport, "variants", {})
     return any(can.lanes for can in (transport.capabilities, *variants.values()))
+
+
+def _reader(*way: str) -> str:
+    """The name of a bridge on its source: another for every way it goes, and the same after a restart."""
+    return f"settled-bridge-{hashlib.sha256(' '.join(way).encode()).hexdigest()[:12]}"
 
 
 def _as_it_is(data: bytes, headers: Mapping[str, str]) -> bytes:
