@@ -130,21 +130,16 @@ class Link:
         self, body: bytes, original: Basic.Properties, queue: str, failures: int, delay: float, kind: str
     ) -> None:
         """Put a copy of a message into its queue, or into one where it waits."""
-        headers = {k: v for k, v in (original.headers or {}).items() if not k.startswith(BROKERS)}
-        properties = Basic.Properties(
-            message_id=original.message_id,
-            content_type=original.content_type,
-            content_encoding=original.content_encoding,
-            correlation_id=original.correlation_id,
-            reply_to=original.reply_to,
-            message_type=original.message_type,
-            app_id=original.app_id,
-            priority=original.priority,
-            headers={**headers, FAILURES: failures},
-            delivery_mode=2,
-            timestamp=original.timestamp,
-        )
+        properties = _like(original, original.message_id, {FAILURES: failures})
         await self._publish(body, properties, "", queue, delay, kind)
+
+    async def publish_letter(
+        self, letter: Outgoing, original: Basic.Properties, added: Mapping[str, str]
+    ) -> None:
+        """Put a dead letter into its queue: the message with all its publisher gave it, and what is added."""
+        properties = _like(original, letter.id, added)
+        _check(letter, letter.id or "", properties.headers or {})
+        await self._publish(letter.data, properties, "", letter.subject, 0.0, "")
 
     async def _publish(
         self, body: bytes, properties: Basic.Properties, exchange: str, subject: str, delay: float, kind: str
@@ -195,7 +190,8 @@ class Link:
         digits, so that there are not too many of these queues.
         """
         wait = min(_rounded(delay), _LONGEST)
-        name = ".".join(part for part in ("settled.delay", str(wait), exchange, key) if part)
+        # Of its kind too: a queue that is there already cannot be declared as another.
+        name = ".".join(part for part in ("settled.delay", kind, str(wait), exchange, key) if part)
         now = asyncio.get_running_loop().time()
         if self._parking.get(name, 0) > now:
             return name
@@ -219,14 +215,36 @@ class Link:
         return name
 
 
-def _check(message: Outgoing, identity: str, headers: Mapping[str, str]) -> None:
+def _like(original: Basic.Properties, identity: str | None, added: Mapping[str, Any]) -> Basic.Properties:
+    """The properties of a copy, with headers of their own types."""
+    headers = {
+        name: value
+        for name, value in (original.headers or {}).items()
+        if name != FAILURES and not name.startswith(BROKERS)
+    }
+    return Basic.Properties(
+        message_id=identity,
+        content_type=original.content_type,
+        content_encoding=original.content_encoding,
+        correlation_id=original.correlation_id,
+        reply_to=original.reply_to,
+        message_type=original.message_type,
+        app_id=original.app_id,
+        priority=original.priority,
+        headers={**headers, **added},
+        delivery_mode=2,
+        timestamp=original.timestamp,
+    )
+
+
+def _check(message: Outgoing, identity: str, headers: Mapping[str, Any]) -> None:
     """What AMQP has no room for would end the connection."""
     for name, text in (("id", identity), ("content-type", content_type_of(message.headers) or "")):
         if len(text.encode()) > _LONGEST_TEXT:
             raise Refused(
                 f"publish to {message.subject!r}: {name} must be {_LONGEST_TEXT} bytes at most, got {text!r}"
             )
-    size = sum(len(name.encode()) + len(value.encode()) + 6 for name, value in headers.items())
+    size = sum(len(name.encode()) + len(str(value).encode()) + 6 for name, value in headers.items())
     if size > _MOST_HEADERS:
         raise Refused(
             f"publish to {message.subject!r}: headers must be {_MOST_HEADERS} bytes at most, got {size}"
