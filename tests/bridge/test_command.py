@@ -240,6 +240,9 @@ def test_a_signal_ends_it_in_order_and_metrics_are_served_until_then(
     ("arguments", "text"),
     [
         (["ftp://x", "{dsn}", "--from", "a"], "no transport for 'ftp://x'; use one of amqp://"),
+        (["ampq://u:secret@x", "{dsn}", "--from", "a"], "no transport for 'ampq://x'; use one of amqp://"),
+        (["mqtt://u:secret@h:abc", "{dsn}", "--from", "a"], "mqtt: the port must be a number up to 65535"),
+        (["{nats}", "amqp://[::1", "--from", "a", "--create"], "the URL 'amqp://[::1' cannot be read"),
         (["{nats}?colour=red", "{dsn}", "--from", "a"], "the URL has no option colour"),
         (["nats://127.0.0.1:1", "{dsn}", "--from", "a"], "bridge: cannot open nats://127.0.0.1:1"),
         (["{nats}", "http://u:secret@127.0.0.1:1/", "--from", "a"], "cannot open http://127.0.0.1:1/: Unrea"),

@@ -573,6 +573,7 @@ def test_what_is_missing_or_wrong_is_said_with_what_to_do(server: RabbitServer) 
     assert "RabbitQueue(create=True)" in refused(server.url)
     assert "add ?exchange=NAME" in refused(server.url, group="billing")
     assert "source must be a RabbitQueue" in refused(server.url, source="orders")
+    assert "no virtual host 'shop/eu', or not for this user" in refused(f"{server.url}/shop%2Feu")
     with pytest.raises(ConfigurationError, match="no option visibility; there are auth"):
         App(f"{server.url}?visibility=30")
     with pytest.raises(ConfigurationError, match="create must be true or false, got 'maybe'"):
@@ -649,6 +650,14 @@ def test_tls_with_the_certificate_authority_in_the_url(server: RabbitServer) -> 
         stranger = RabbitTransport(server.tls_url.partition("?")[0])
         with pytest.raises(Exception, match="certificate verify failed"):
             await stranger.open()
+        address = server.tls_url.partition("?")[0]
+        for no in ("false", "no", "0"):
+            careful = RabbitTransport(f"{address}?no_verify_ssl={no}")
+            with pytest.raises(Exception, match="certificate verify failed"):
+                await careful.open()
+        careless = RabbitTransport(f"{address}?no_verify_ssl=true")
+        await careless.open()
+        await careless.close()
 
     asyncio.run(main())
 

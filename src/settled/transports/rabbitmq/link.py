@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import aio_pika
 from aio_pika.abc import AbstractConnection
@@ -19,6 +20,7 @@ from aiormq.exceptions import (
     ChannelNotFoundEntity,
     ChannelPreconditionFailed,
     DeliveryError,
+    InvalidFrameError,
     PublishError,
 )
 from pamqp.commands import Basic
@@ -76,12 +78,24 @@ class Link:
             if connection is None or not self.is_open:
                 if connection is not None:
                     await connection.close()
-                self._connection = connection = await aio_pika.connect(self._url, timeout=self._timeout)
+                self._connection = connection = await self._connect()
                 transport = connection.transport
                 properties = transport.connection.server_properties if transport is not None else {}
                 self.version = _version(str(properties.get("version", "")))
                 self._parking.clear()
             return connection
+
+    async def _connect(self) -> AbstractConnection:
+        try:
+            return await aio_pika.connect(self._url, timeout=self._timeout)
+        except InvalidFrameError as error:
+            if "Connection.Close" not in str(error):
+                raise
+            # The client does not pass on what the broker says; it is nothing else after the login.
+            name = unquote(urlsplit(self._url).path[1:]) or "/"
+            # Of a broker that was there before, it may not be up yet.
+            kind = ConnectionError if self.version else ConfigurationError
+            raise kind(f"rabbitmq: no virtual host {name!r}, or not for this user") from error
 
     async def close(self) -> None:
         if self._connection is not None:
