@@ -458,7 +458,7 @@ def test_what_is_missing_or_impossible_is_said_at_start_up(stream: RedisBroker) 
         ("lease=0", "lease must be a number from 0.1, got '0'"),
         ("maxlen=many", "maxlen must be a number from 0, got 'many'"),
         ("lists=1", "lists must be true or false, got '1'"),
-        ("socket_timeout=soon", "Invalid value for 'socket_timeout'"),
+        ("socket_timeout=soon", "option socket_timeout='soon': could not convert"),
         ("decode_responses=true", "no option decode_responses"),
     ],
 )
