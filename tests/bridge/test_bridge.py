@@ -158,6 +158,42 @@ def test_a_stop_gives_back_what_a_target_that_is_away_has_not_taken() -> None:
     assert [(m.data, m.attempt) for m in again] == [(b"0", 1), (b"1", 1), (b"2", 1)]
 
 
+def test_all_that_is_refused_or_given_back_at_once_is_counted() -> None:
+    class Slow(MemoryTransport):
+        """A source that takes its time to settle."""
+
+        def async_channel(self, source: Source) -> Any:
+            channel = super().async_channel(source)
+            for name in ("reject", "nack"):
+                setattr(channel, name, slowly(getattr(channel, name)))
+            return channel
+
+    def slowly(settle: Callable[..., Any]) -> Callable[..., Any]:
+        async def later(*arguments: Any) -> None:
+            await asyncio.sleep(0.01)
+            await settle(*arguments)
+
+        return later
+
+    class Picky(Moody):
+        def refuses(self, error: Exception) -> bool:
+            return isinstance(error, ValueError)
+
+    async def main(target: Moody, most: int) -> Totals:
+        source = Slow()
+        put(source, *[b"x"] * 30)
+        bridge, stop = Bridge(source, target, channel="orders", grace=0), asyncio.Event()
+        running = asyncio.create_task(bridge.run(stop))
+        await until(lambda: bridge.totals.rejected == most and bridge.totals.read == 30)
+        stop.set()
+        return await asyncio.wait_for(running, 30)
+
+    refusing = Picky(lambda _: ValueError("never"))
+    assert asyncio.run(main(refusing, 30)) == Totals(read=30, rejected=30)
+    away = Moody(lambda _: OSError("nobody home"))
+    assert asyncio.run(main(away, 0)) == Totals(read=30, released=30)
+
+
 def on_desk(server: Server, test: Callable[[Desk], Any]) -> None:
     async def main() -> None:
         async with desk_on(server.url) as desk:
@@ -169,20 +205,21 @@ def on_desk(server: Server, test: Callable[[Desk], Any]) -> None:
 def test_what_the_target_will_never_take_is_a_dead_letter_of_the_source(nats_server: Server) -> None:
     source = MemoryTransport()
     put(source, b"small", b"x" * 500, b"small too")
+    put(source, b"small", id="named", headers={"two words": "1"})
 
     async def test(desk: Desk) -> None:
         await desk.jetstream.update_stream(
             StreamConfig(name=desk.stream, subjects=[f"{desk.stream}.>"], max_msg_size=300)
         )
-        bridge = Bridge(source, desk.url, channel="orders", to=desk.subject(), limit=3)
-        assert await bridge.run() == Totals(read=3, written=2, rejected=1)
+        bridge = Bridge(source, desk.url, channel="orders", to=desk.subject(), limit=4)
+        assert await bridge.run() == Totals(read=4, written=2, rejected=2)
         assert await desk.kept() == 2
 
     on_desk(nats_server, test)
-    (dead,) = source.dead_letters("orders")
-    assert dead.id == "m1"
-    assert "does not take it" in dead.error
-    assert "message size exceeds maximum" in dead.error
+    dead = {letter.id: letter.error for letter in source.dead_letters("orders")}
+    assert "does not take it" in dead["m1"]
+    assert "message size exceeds maximum" in dead["m1"]
+    assert "invalid header" in dead["named"]
 
 
 def test_a_target_that_is_set_up_wrongly_ends_it_and_loses_nothing(nats_server: Server) -> None:
@@ -248,19 +285,21 @@ def test_a_refused_message_does_not_hold_up_its_lane_nor_change_its_order(dsn: s
     source = MemoryTransport()
     put(source, *[b"%d" % n for n in range(20)], lane="eu")
     put(source, b"no such id can be", id="x" * 10_000, lane="eu")
+    put(source, b"no such text can be", id="raw", headers={"h": "\udcff"}, lane="eu")
     for n in range(20, 40):
         put(source, b"%d" % n, id=f"m{n}", lane="eu")
 
     async def main() -> list[int]:
-        bridge = Bridge(source, dsn, channel="orders", to=queue, limit=41)
-        assert await bridge.run() == Totals(read=41, written=40, rejected=1)
+        bridge = Bridge(source, dsn, channel="orders", to=queue, limit=42)
+        assert await bridge.run() == Totals(read=42, written=40, rejected=2)
         async with await Engine.open(dsn) as engine:
             popped = await engine.pop(PopRequest(queue=queue, partition="eu", batch=100))
             return [int(message.payload) for message in popped.messages()]
 
     assert asyncio.run(asyncio.wait_for(main(), 60)) == list(range(40))
-    (dead,) = source.dead_letters("orders")
-    assert (dead.data, "transactionId: must be" in dead.error) == (b"no such id can be", True)
+    dead = {letter.data: letter.error for letter in source.dead_letters("orders")}
+    assert "transactionId: must be" in dead[b"no such id can be"]
+    assert "surrogates not allowed" in dead[b"no such text can be"]
 
 
 def test_a_full_queue_is_waited_for(dsn: str) -> None:

@@ -163,6 +163,21 @@ def test_it_ends_by_itself_and_a_second_run_finds_only_duplicates(
     assert asyncio.run(stored(dsn, queue)).total() == 20
 
 
+def test_without_a_group_it_goes_on_where_it_was_too(
+    nats_server: Server, dsn: str, queue: str, command: Callable[..., Result]
+) -> None:
+    async def prepare() -> Desk:
+        async with desk_on(nats_server.url) as desk:
+            await fill(desk, 5)
+            return desk
+
+    desk = asyncio.run(prepare())
+    arguments = (desk.url, dsn, "--from", desk.subject())
+    for to, limit in ((queue, 3), (queue, 2), (f"{queue}-too", 5)):
+        carried = command(*arguments, "--to", to, "--limit", str(limit))
+        assert carried.output == f"read={limit} written={limit} duplicates=0 rejected=0\n"
+
+
 def test_with_create_a_bridge_makes_the_streams_it_reads_and_writes_and_the_consumer(
     nats_server: Server, command: Callable[..., Result]
 ) -> None:
@@ -225,6 +240,9 @@ def test_a_signal_ends_it_in_order_and_metrics_are_served_until_then(
     ("arguments", "text"),
     [
         (["ftp://x", "{dsn}", "--from", "a"], "no transport for 'ftp://x'; use one of amqp://"),
+        (["ampq://u:secret@x", "{dsn}", "--from", "a"], "no transport for 'ampq://x'; use one of amqp://"),
+        (["mqtt://u:secret@h:abc", "{dsn}", "--from", "a"], "mqtt: the port must be a number up to 65535"),
+        (["{nats}", "amqp://[::1", "--from", "a", "--create"], "the URL 'amqp://[::1' cannot be read"),
         (["{nats}?colour=red", "{dsn}", "--from", "a"], "the URL has no option colour"),
         (["nats://127.0.0.1:1", "{dsn}", "--from", "a"], "bridge: cannot open nats://127.0.0.1:1"),
         (["{nats}", "http://u:secret@127.0.0.1:1/", "--from", "a"], "cannot open http://127.0.0.1:1/: Unrea"),

@@ -16,6 +16,7 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
 from settled import App, ConfigurationError, Defer, DontAck, Message, Policy
+from settled.bridge import Bridge
 from settled.portal import Portal
 from settled.settlement import Reject
 from settled.transports.base import (
@@ -103,6 +104,16 @@ class KafkaBroker:
         return [(data, headers["settled-error"]) for data, headers in self.records(f"{self.queue}.dead")]
 
     def records(self, topic: str) -> list[tuple[bytes, dict[str, str]]]:
+        return [
+            (record.value() or b"", {name: value.decode() for name, value in record.headers() or ()})
+            for record in self._read(topic)
+        ]
+
+    def keys(self, topic: str) -> dict[Any, Any]:
+        """The keys of a topic's records, by their values."""
+        return {record.value(): record.key() for record in self._read(topic)}
+
+    def _read(self, topic: str) -> list[Any]:
         """What a topic has, read as any other program would."""
         config = {"bootstrap.servers": self.kafka.address, "group.id": uuid.uuid4().hex}
         reader = Consumer({**config, "auto.offset.reset": "earliest", "enable.partition.eof": True})
@@ -110,8 +121,7 @@ class KafkaBroker:
         found = []
         try:
             while (record := reader.poll(30)) is not None and record.error() is None:
-                headers = {name: value.decode() for name, value in record.headers() or ()}
-                found.append((record.value() or b"", headers))
+                found.append(record)
         finally:
             reader.close()
         return found
@@ -693,6 +703,21 @@ def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carrie
     assert (totals.written, totals.rejected) == (2, 1)
     assert "size too large" in errors[0]
     assert [data for data, _ in broker.records(broker.queue)] == [b"1", b"2"]
+
+
+def test_a_bridge_from_kafka_to_kafka_keeps_the_keys(broker: KafkaBroker) -> None:
+    copy = f"{broker.queue}-copy"
+    broker.kafka.create(copy)
+    for lane in ("ann", "bob", None):
+        broker.publish(Outgoing(subject=broker.queue, data=str(lane).encode(), lane=lane))
+    # What came from Kafka, and what somebody publishes with a lane of their own.
+    headers = {"kafka-key": "ann"}
+    broker.publish(Outgoing(subject=broker.queue, data=b"cleo", lane="cleo", headers=headers))
+    url = address(broker.kafka)
+    bridge = Bridge(url, url, channel=broker.queue, to=copy, group=f"{broker.queue}-bridge", limit=4)
+    assert asyncio.run(asyncio.wait_for(bridge.run(), 60)).written == 4
+    # A record without a key has its partition for one, and so its order.
+    assert broker.keys(copy) == {b"ann": b"ann", b"bob": b"bob", b"None": b"0", b"cleo": b"cleo"}
 
 
 def test_a_bridge_to_a_topic_that_cannot_be_ends(broker: KafkaBroker) -> None:

@@ -517,13 +517,28 @@ def test_none_of_ten_thousand_messages_is_lost_when_the_consumer_is_killed_again
 def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carries_it(
     broker: MqttBroker,
 ) -> None:
-    long = Outgoing(subject="", data=b"1", id="long", headers={"h": "x" * 70_000})
-    totals, errors = carry(broker.server.url, broker.queue, b"1", b"x" * 4_000_000, long, b"2")
-    assert (totals.written, totals.rejected) == (2, 2)
+    odd = [
+        Outgoing(subject="", data=b"1", id="long", headers={"h": "x" * 70_000}),
+        Outgoing(subject="", data=b"1", id="lines", headers={"h": "one\ntwo"}),
+        Outgoing(subject="", data=b"1", id="kind", headers={"content-type": "text/\ufffe"}),
+        Outgoing(subject="", data=b"1", id="no\0id"),
+        Outgoing(subject="", data=b"1", id="bytes", headers={"h": "\udcff"}),
+    ]
+    totals, errors = carry(broker.server.url, broker.queue, b"1", b"x" * 4_000_000, *odd, b"2")
+    assert (totals.written, totals.rejected) == (2, 6)
     assert "a message must be 4000000 bytes at most" in errors[0]
     assert "does not take it" in errors[1]
+    assert r"no control characters, got 'h': 'one\ntwo'" in errors[2]
     channel = broker.channel()
     assert sorted(delivery.data for delivery in gather(channel, 2)) == [b"1", b"2"]
+
+
+def test_a_reason_of_several_lines_is_told_in_one(broker: MqttBroker) -> None:
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    channel = broker.channel()
+    (delivery,) = gather(channel, 1)
+    channel.reject(delivery, Rejection(error="no such customer\n  in line 3\0"))
+    assert broker.dead_letters() == [(b"1", "no such customer in line 3")]
 
 
 def test_a_bridge_to_a_topic_that_cannot_be_ends(broker: MqttBroker) -> None:

@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -323,7 +324,11 @@ def test_a_message_may_be_published_for_later(broker: RabbitBroker) -> None:
     (delivery,) = gather(channel, 1)
     assert time.monotonic() - started >= 0.9
     assert (delivery.data, delivery.id, delivery.attempt) == (b"1", "later", 1)
-    channel.ack(delivery)
+    # It may wait once more, and as long as when it was published.
+    channel.requeue(delivery, 1.0)
+    (again,) = gather(channel, 1)
+    assert (again.id, again.attempt) == ("later", 2)
+    channel.ack(again)
 
 
 def test_the_limit_of_a_quorum_queue_is_told_at_the_start_and_loses_nothing(
@@ -509,6 +514,50 @@ def test_messages_of_others_are_read_too(broker: RabbitBroker) -> None:
         channel.ack(first)
 
 
+def test_a_dead_letter_has_all_that_the_publisher_gave_the_message(broker: RabbitBroker) -> None:
+    headers: dict[str, Any] = {
+        "n": 5,
+        "f": 1.5,
+        "yes": True,
+        "none": None,
+        "list": [1, 2],
+        "table": {"a": 1},
+        "at": datetime(2026, 1, 2, tzinfo=UTC),
+        "text": "x",
+    }
+
+    async def put() -> None:
+        async with await aio_pika.connect(broker.server.url) as connection:
+            message = aio_pika.Message(
+                b"{}",
+                content_type="application/json",
+                correlation_id="c-1",
+                reply_to="answers",
+                type="Order",
+                priority=3,
+                message_id="m-1",
+                app_id="shop",
+                headers={**headers, "settled-error": "of an earlier death"},
+            )
+            exchange = (await connection.channel()).default_exchange
+            await exchange.publish(message, broker.queue)
+
+    broker.portal.run(put())
+    channel = broker.channel()
+    (delivery,) = gather(channel, 1)
+    # Sent round once, it has a count that is no part of it.
+    channel.requeue(delivery, 0.1)
+    (delivery,) = gather(channel, 1)
+    channel.reject(delivery, Rejection(error="no"))
+    (dead,) = broker.all_of(f"{broker.queue}.dead")
+    given = {name: value for name, value in dead.headers.items() if not name.startswith(("settled-", "x-"))}
+    assert given == headers
+    assert (dead.headers["settled-error"], dead.headers["settled-attempts"]) == ("no", "2")
+    assert "settled-failures" not in dead.headers
+    assert (dead.correlation_id, dead.reply_to, dead.type, dead.priority) == ("c-1", "answers", "Order", 3)
+    assert (dead.message_id, dead.app_id, dead.content_type) == ("m-1", "shop", "application/json")
+
+
 def test_what_is_missing_or_wrong_is_said_with_what_to_do(server: RabbitServer) -> None:
     def refused(url: str, **subscription: Any) -> str:
         app = App(url)
@@ -524,6 +573,7 @@ def test_what_is_missing_or_wrong_is_said_with_what_to_do(server: RabbitServer) 
     assert "RabbitQueue(create=True)" in refused(server.url)
     assert "add ?exchange=NAME" in refused(server.url, group="billing")
     assert "source must be a RabbitQueue" in refused(server.url, source="orders")
+    assert "no virtual host 'shop/eu', or not for this user" in refused(f"{server.url}/shop%2Feu")
     with pytest.raises(ConfigurationError, match="no option visibility; there are auth"):
         App(f"{server.url}?visibility=30")
     with pytest.raises(ConfigurationError, match="create must be true or false, got 'maybe'"):
@@ -600,6 +650,14 @@ def test_tls_with_the_certificate_authority_in_the_url(server: RabbitServer) -> 
         stranger = RabbitTransport(server.tls_url.partition("?")[0])
         with pytest.raises(Exception, match="certificate verify failed"):
             await stranger.open()
+        address = server.tls_url.partition("?")[0]
+        for no in ("false", "no", "0"):
+            careful = RabbitTransport(f"{address}?no_verify_ssl={no}")
+            with pytest.raises(Exception, match="certificate verify failed"):
+                await careful.open()
+        careless = RabbitTransport(f"{address}?no_verify_ssl=true")
+        await careless.open()
+        await careless.close()
 
     asyncio.run(main())
 

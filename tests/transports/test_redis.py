@@ -207,6 +207,16 @@ def test_a_delay_longer_than_the_lease_is_kept(stream: RedisBroker) -> None:
     assert again.attempt == 2
 
 
+def test_two_alike_that_are_published_with_a_delay_are_two(broker: RedisBroker) -> None:
+    for _ in range(2):
+        broker.publish(Outgoing(subject=broker.queue, data=b"1", id="same", delay=0.2))
+    channel = broker.channel()
+    for _ in range(2):
+        delivery = one(channel)
+        assert (delivery.id, delivery.data) == ("same", b"1")
+        channel.ack(delivery)
+
+
 def test_what_is_published_with_a_delay_comes_after_it(broker: RedisBroker) -> None:
     published = time.time()
     broker.publish(Outgoing(subject=broker.queue, data=b"1", delay=1.0, headers={"a": "b"}, id="m-1"))
@@ -332,6 +342,28 @@ def test_elements_of_others_are_read_too_and_two_that_look_alike_are_two(queue_l
     assert (again.id, again.attempt) == (first.id, 2)
 
 
+def test_elements_that_are_the_same_are_settled_each_for_itself(valkey: Server) -> None:
+    with broker_of(valkey, RedisList(lease=30)) as broker:
+        for _ in range(3):
+            broker.publish(Outgoing(subject=broker.queue, data=b"1", id="same"))
+        channel = broker.channel()
+        first, second, third = (one(channel) for _ in range(3))
+        channel.ack(first)
+        with pytest.raises(LeaseLost):
+            channel.ack(first)
+        # Those that wait do so each for itself, too.
+        channel.requeue(second, 0.1)
+        channel.requeue(third, 0.1)
+        again = [one(channel), one(channel)]
+        assert [delivery.attempt for delivery in again] == [2, 2]
+        channel.nack(again[0])
+        channel.reject(again[1], Reject(error="no"))
+        channel.ack(one(channel))
+        assert len(broker.dead_letters()) == 1
+        assert not channel.receive(1, 0.3)
+        assert not broker.client.keys(f"{broker.queue}:processing:*")
+
+
 def test_a_group_keeps_no_consumers_that_are_gone(stream: RedisBroker) -> None:
     put(stream, b"1", b"2")
     leaves, stays = stream.channel(), stream.channel()
@@ -426,7 +458,7 @@ def test_what_is_missing_or_impossible_is_said_at_start_up(stream: RedisBroker) 
         ("lease=0", "lease must be a number from 0.1, got '0'"),
         ("maxlen=many", "maxlen must be a number from 0, got 'many'"),
         ("lists=1", "lists must be true or false, got '1'"),
-        ("socket_timeout=soon", "Invalid value for 'socket_timeout'"),
+        ("socket_timeout=soon", "option socket_timeout='soon': could not convert"),
         ("decode_responses=true", "no option decode_responses"),
     ],
 )

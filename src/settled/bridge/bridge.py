@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
@@ -21,7 +22,16 @@ from settled.message import Message
 from settled.settlement import describe
 from settled.signals import ConfigurationError
 from settled.transports import connect
-from settled.transports.base import BrokerStatus, Capabilities, Outgoing, Published, Reports, Transport
+from settled.transports.base import (
+    BrokerStatus,
+    Capabilities,
+    Outgoing,
+    Published,
+    Remembers,
+    Reports,
+    TellsLanes,
+    Transport,
+)
 from settled.transports.queue import was_spread
 
 LANE = "settled-lane"
@@ -114,6 +124,8 @@ class Bridge:
         self._hurry = asyncio.Event()
         self._settling = asyncio.Semaphore(CALLS)
         self._failure: ConfigurationError | None = None
+        if group is None and settings is None and isinstance(self._source, Remembers):
+            settings = self._source.lasting(_reader(channel, self._target_name, self.to))
         seen = WindowedTransport(self._source, _name(source), self._window, self._drain)
         self._app = App(transport=seen)
         self._app.subscriber(channel, group=group, dead_letter=dead_letter, source=settings, buffer=buffer)(
@@ -247,7 +259,8 @@ class Bridge:
         match result:
             case Refused():
                 logger.warning("bridge: rejected message_id=%s: %s", message.id, result)
-                self.totals.rejected += await self._settled(message, message.term(str(result)))
+                if await self._settled(message, message.term(str(result))):
+                    self.totals.rejected += 1
             case Published(duplicate=True):
                 self.totals.duplicates += 1
                 await self._settled(message, message.ack())
@@ -259,8 +272,8 @@ class Bridge:
         """Last first, so that a broker which gives back to the head ends up with the old order."""
         while waiting:
             message = waiting.pop()
-            if not message.settled:
-                self.totals.released += await self._settled(message, message.release())
+            if not message.settled and await self._settled(message, message.release()):
+                self.totals.released += 1
 
     async def _settled(self, message: Message[Any], call: Awaitable[None]) -> bool:
         try:
@@ -310,6 +323,9 @@ class Bridge:
             headers.setdefault(SUBJECT, message.subject)
         carried = headers.pop(LANE, None)
         lane = _lane(message) or carried
+        if isinstance(self._target, TellsLanes) and self._target.lane_header in headers:
+            # It comes from such a broker, and has the lane there that it had here.
+            lane = None
         if lane is not None and not self._has_lanes:
             headers[LANE], lane = lane, None
         return Outgoing(subject=self.to, data=message.data, headers=headers, id=message.id, lane=lane)
@@ -329,6 +345,11 @@ def _has_lanes(transport: Transport) -> bool:
     """Whether it takes a lane, in one of the ways it can be set up."""
     variants: Mapping[str, Capabilities] = getattr(transport, "variants", {})
     return any(can.lanes for can in (transport.capabilities, *variants.values()))
+
+
+def _reader(*way: str) -> str:
+    """The name of a bridge on its source: another for every way it goes, and the same after a restart."""
+    return f"settled-bridge-{hashlib.sha256(' '.join(way).encode()).hexdigest()[:12]}"
 
 
 def _as_it_is(data: bytes, headers: Mapping[str, str]) -> bytes:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import Annotated, NoReturn
-from urllib.parse import urlsplit
 
 import typer
 
@@ -17,6 +16,7 @@ from settled.bridge.bridge import Bridge
 from settled.observe import logging as observe_logging
 from settled.signals import ConfigurationError
 from settled.transports import creating
+from settled.transports.urls import split
 
 _LIVE = 0.5
 _SPARSE = 10.0
@@ -61,7 +61,7 @@ def bridge(
     observe_logging.configure(log_level)
     try:
         for url in (source, target):
-            if urlsplit(url).scheme == "memory":
+            if split(url).scheme == "memory":
                 raise ConfigurationError(f"bridge: {url} lives in one process; a bridge is one of its own")
         found = Bridge(
             creating(source) if create else source,

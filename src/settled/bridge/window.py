@@ -204,4 +204,4 @@ def in_one_line(error: Exception) -> str:
     >>> in_one_line(OSError("GET http://ann:secret@host/health: refused"))
     'OSError: GET http://host/health: refused'
     """
-    return re.sub(r"//[^/@\s]*@", "//", " ".join(describe(error).split()))
+    return re.sub(r"//[^/\s]*@", "//", " ".join(describe(error).split()))

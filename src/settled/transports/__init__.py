@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from settled.clock import Clock
 from settled.signals import ConfigurationError
 from settled.transports.base import Transport
 from settled.transports.memory import MemoryTransport
+from settled.transports.urls import masked, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def creating(url: str) -> str:
     >>> creating("nats://127.0.0.1:4222"), creating("postgresql://localhost/db")
     ('nats://127.0.0.1:4222?create=true', 'postgresql://localhost/db')
     """
-    parts = urlsplit(url)
+    parts = split(url)
     kind = KINDS.get(parts.scheme)
     if kind is None or not kind.creates or "create" in dict(parse_qsl(parts.query)):
         return url
@@ -70,12 +71,12 @@ def creating(url: str) -> str:
 
 def connect(url: str, clock: Clock) -> Transport:
     """The transport for a URL; nothing is opened yet."""
-    scheme = urlsplit(url).scheme
+    scheme = split(url).scheme
     if scheme == "memory":
         return MemoryTransport(clock=clock)
     if scheme not in KINDS:
         known = ", ".join(f"{name}://" for name in sorted(["memory", *KINDS]))
-        raise ConfigurationError(f"app: no transport for {url!r}; use one of {known}")
+        raise ConfigurationError(f"app: no transport for {masked(url)!r}; use one of {known}")
     kind = KINDS[scheme]
     try:
         found: Transport = getattr(import_module(kind.module), kind.name)(url)

@@ -258,6 +258,22 @@ class PublishesMany(Protocol):
 
 
 @runtime_checkable
+class Remembers(Protocol):
+    """A transport on which a subscription without a group begins anew each time, unless it has a name."""
+
+    def lasting(self, name: str) -> object:
+        """The settings of a subscription that goes on where it was, under this name."""
+
+
+@runtime_checkable
+class TellsLanes(Protocol):
+    """A transport whose messages say in a header which lane they were published with: what is read is a part
+    of many lanes, as a partition is of keys."""
+
+    lane_header: str
+
+
+@runtime_checkable
 class Refuses(Protocol):
     """A transport that can tell a message it will never take from a moment in which it takes none."""
 

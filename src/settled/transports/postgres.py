@@ -52,7 +52,7 @@ class PostgresTransport(QueueTransport):
         return EngineBackend(await Engine.open(self._dsn))
 
     def refuses(self, error: Exception) -> bool:
-        return isinstance(error, BadRequest)
+        return isinstance(error, (BadRequest, UnicodeError))
 
 
 class EngineBackend:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 from settled.signals import ConfigurationError
 from settled.transports.base import Source
+from settled.transports.urls import port_of, split
 
 Config: TypeAlias = dict[str, object]
 
@@ -88,13 +89,15 @@ class Address:
         >>> Address.parse("kafka://ann:s3cret@one:9092,two?security.protocol=SASL_SSL&lease=60").servers
         'one:9092,two'
         """
-        parts = urlsplit(url)
+        parts = split(url)
         who, _, hosts = parts.netloc.rpartition("@")
         if not hosts or parts.path.strip("/"):
             shown = f"{parts.scheme}://{hosts}{parts.path}"
             raise ConfigurationError(
                 f"kafka: {shown!r}: write kafka://host:9092, or kafka://one:9092,two:9092"
             )
+        for host in hosts.split(","):
+            port_of(split(f"kafka://{host}"))
         query = dict(parse_qsl(parts.query, keep_blank_values=True))
         own = {name: query.pop(name) for name in _OWN & query.keys()}
         for name in query:
@@ -186,7 +189,7 @@ def _seconds(name: str, text: str, least: float) -> float:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not value >= least:
+    if not least <= value < float("inf"):
         raise ConfigurationError(f"kafka: {name} must be a number of seconds from {least:g}, got {text!r}")
     return value
 

@@ -19,7 +19,7 @@ from settled.settlement import Reject
 from settled.signals import ConfigurationError
 from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Published, Source
 from settled.transports.kafka.channel import KafkaChannel, logger
-from settled.transports.kafka.records import outgoing
+from settled.transports.kafka.records import KEY, outgoing
 from settled.transports.kafka.settings import DEFAULT_GROUP, Address, Config
 from settled.transports.kafka.share import SHARED, ShareChannel
 from settled.transports.letters import destination, letter
@@ -88,6 +88,7 @@ class KafkaTransport(LoopTransport[Writer]):
 
     capabilities = KafkaChannel.capabilities
     variants = MappingProxyType({"share groups": SHARED})
+    lane_header = KEY
 
     def __init__(self, url: str, *, timeout: float = 10.0) -> None:
         super().__init__()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 from paho.mqtt.client import topic_matches_sub
 
@@ -29,7 +30,8 @@ from settled.transports.base import (
 from settled.transports.letters import destination, letter
 from settled.transports.looped import LoopTransport
 from settled.transports.mqtt.session import MqttDelivery, MqttTopic, Session
-from settled.transports.mqtt.wire import Login, Refused, Wire
+from settled.transports.mqtt.wire import Login, Refused, Wire, in_text
+from settled.transports.urls import certificates, file, option, port_of, split
 
 _OPTIONS = (
     "backoff",
@@ -105,7 +107,7 @@ class MqttTransport(LoopTransport[Hub]):
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        parts = urlsplit(url)
+        parts = split(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         unknown = options.keys() - set(_OPTIONS)
         if unknown:
@@ -117,15 +119,15 @@ class MqttTransport(LoopTransport[Hub]):
         tls = parts.scheme == "mqtts"
         self._login = Login(
             host=parts.hostname or "localhost",
-            port=parts.port or (8883 if tls else 1883),
+            port=port_of(parts) or (8883 if tls else 1883),
             username=None if parts.username is None else unquote(parts.username),
             password=None if parts.password is None else unquote(parts.password),
             tls=tls,
-            ca_certs=options.get("ca_certs"),
-            certfile=options.get("certfile"),
-            keyfile=options.get("keyfile"),
+            ca_certs=_file("ca_certs", options, certificates),
+            certfile=_file("certfile", options, file),
+            keyfile=_file("keyfile", options, file),
             insecure=_flag("insecure", options.get("insecure", "false")),
-            keepalive=int(_number("keepalive", options.get("keepalive", "60"), 5)),
+            keepalive=int(_number("keepalive", options.get("keepalive", "60"), 5, 65535)),
         )
         self._client_id = options.get("client_id")
         self._expiry = _number("session_expiry", options.get("session_expiry", str(_WEEK)), 1)
@@ -260,7 +262,9 @@ class MqttChannel:
 
     async def _bury(self, dead: Outgoing, mine: MqttDelivery) -> None:
         hub = await self._transport.connection()
-        await hub.publish(dead, unheard=False)
+        # The message came over MQTT as it is; why it is rejected may be said in several lines.
+        headers = {**dead.headers, "settled-error": in_text(dead.headers["settled-error"])}
+        await hub.publish(replace(dead, headers=headers), unheard=False)
         await self._ours().ack(mine)
 
     async def _or_later(self, mine: MqttDelivery, settle: Coroutine[Any, Any, None]) -> None:
@@ -300,13 +304,16 @@ def _flag(name: str, text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-def _number(name: str, text: str, least: float) -> float:
+def _file(name: str, options: Mapping[str, str], read: Callable[[str], str]) -> str | None:
+    return option("mqtts", name, options[name], read) if name in options else None
+
+
+def _number(name: str, text: str, least: float, most: float = 2**32 - 2) -> float:
     try:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not least <= number < 2**32 - 1:
-        raise ConfigurationError(
-            f"mqtt://: {name} must be a number of seconds from {least:g} on, got {text!r}"
-        )
+    if not least <= number <= most:
+        reach = f"{least:g} on" if number < least else f"{least:g} to {most:.0f}"
+        raise ConfigurationError(f"mqtt://: {name} must be a number of seconds from {reach}, got {text!r}")
     return number

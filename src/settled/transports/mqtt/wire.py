@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ _AT_ONCE = 50
 _UNHEARD = 0x10
 # What surrounds topic, properties and body.
 _FRAME = 9
+# Controls and non-characters: a broker may end the connection over them, for all who publish.
+_LAST_OF_PLANES = "".join(chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
+_UNFIT = re.compile(f"[\x00-\x1f\x7f-\x9f\ufdd0-\ufdef{_LAST_OF_PLANES}]")
 
 
 class PublishFailed(Exception):
@@ -172,6 +176,7 @@ class Wire:
             properties.ContentType = content_type
         headers = [(k, v) for k, v in message.headers.items() if k.lower() != "content-type"]
         properties.UserProperty = [*headers, (MESSAGE_ID, identity)]
+        _check(message.subject, identity, message.headers)
         try:
             self._fits(message, properties)
             info = self._client.publish(message.subject, message.data, qos=1, properties=properties)
@@ -331,6 +336,25 @@ class Wire:
     def _go_on(self, code: MQTTErrorCode) -> None:
         if code not in (MQTTErrorCode.MQTT_ERR_SUCCESS, MQTTErrorCode.MQTT_ERR_AGAIN):
             self._lose(code.name)
+
+
+def _check(subject: str, identity: str, headers: Mapping[str, str]) -> None:
+    if _UNFIT.search(subject):
+        raise Misdirected(f"publish to {subject!r}: a topic has no control characters")
+    for name, value in [("id", identity), *headers.items()]:
+        if _UNFIT.search(name) or _UNFIT.search(value):
+            raise Refused(
+                f"publish to {subject!r}: MQTT text has no control characters, got {name!r}: {value[:100]!r}"
+            )
+
+
+def in_text(value: str) -> str:
+    """A text as MQTT can carry it.
+
+    >>> in_text("no such customer\\n  at line 3")
+    'no such customer at line 3'
+    """
+    return " ".join(_UNFIT.sub(" ", value).split())
 
 
 def _pending(one: Any) -> bool:

@@ -19,6 +19,7 @@ from nats.js.api import PubAck
 
 from settled.signals import ConfigurationError
 from settled.transports.base import BrokerStatus
+from settled.transports.urls import certificates, file, masked, option, port_of, split
 
 logger = logging.getLogger("settled")
 
@@ -92,7 +93,7 @@ def parse(url: str, login: Login | None) -> tuple[list[str], Login]:
     >>> parse("nats://ann:secret@one:4222,two:4222", None)[0]
     ['nats://ann:secret@one:4222', 'nats://ann:secret@two:4222']
     """
-    parts = urlsplit(url)
+    parts = split(url)
     query = dict(parse_qsl(parts.query))
     known = {"create", "credentials", "nkey", "tls_ca", "tls_cert", "tls_key"}
     if query.keys() - known:
@@ -106,7 +107,12 @@ def parse(url: str, login: Login | None) -> tuple[list[str], Login]:
     prefix = f"{parts.scheme}://{who}@" if who else f"{parts.scheme}://"
     servers = [f"{prefix}{host}" for host in hosts.split(",") if host]
     if not servers:
-        raise ConfigurationError(f"nats: no server in {url!r}; write nats://host:4222")
+        raise ConfigurationError(f"nats: no server in {masked(url)!r}; write nats://host:4222")
+    for server in servers:
+        port_of(split(server))
+    for name, path in query.items():
+        if name != "create":
+            option("nats", name, path, certificates if name == "tls_ca" else file)
     tls = None
     if query.keys() & {"tls_ca", "tls_cert", "tls_key"}:
         tls = ssl.create_default_context(cafile=query.get("tls_ca"))

@@ -67,6 +67,13 @@ class Ephemeral:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """A durable consumer of the stream that takes the subject, made if it is not there."""
+
+    consumer: str
+
+
 Settings: TypeAlias = Durable | Ephemeral
 
 

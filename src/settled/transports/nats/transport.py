@@ -33,7 +33,15 @@ from settled.transports.nats.connection import Connection, Login, asks_to_create
 from settled.transports.nats.delivery import MSG_ID
 from settled.transports.nats.feeds import Feed, PullFeed, PushFeed
 from settled.transports.nats.letters import DeadLetters, Letter, Office
-from settled.transports.nats.sources import Consumer, Durable, Ephemeral, Settings, overlap, stream_for
+from settled.transports.nats.sources import (
+    Consumer,
+    Durable,
+    Ephemeral,
+    Lasting,
+    Settings,
+    overlap,
+    stream_for,
+)
 
 # A message, or its headers, larger than the stream takes.
 _REFUSED = (10054, 10097)
@@ -87,7 +95,10 @@ class NatsTransport:
     def refuses(self, error: Exception) -> bool:
         if isinstance(error, nats.js.errors.APIError):
             return error.err_code in _REFUSED
-        return isinstance(error, (nats.errors.MaxPayloadError, UnicodeError))
+        return isinstance(error, (nats.errors.MaxPayloadError, nats.errors.BadHeaderError, UnicodeError))
+
+    def lasting(self, name: str) -> Lasting:
+        return Lasting(name)
 
     async def prepare(self, source: Source) -> None:
         """Find the consumer, or make it, and say what the server would ignore in silence."""
@@ -166,6 +177,9 @@ class NatsTransport:
                     f"subscriber {source.channel!r}: on NATS a group is a durable consumer; "
                     f"write Durable(stream=..., consumer={source.group!r}) and leave group out"
                 )
+            case Lasting(consumer) if source.group is None:
+                stream = await self._stream_of(source.channel)
+                return Durable(stream=stream, consumer=consumer, create=True)
             case None if source.group is not None:
                 stream = await self._stream_of(source.channel)
                 return Durable(stream=stream, consumer=source.group, create=self._creates)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from settled.signals import ConfigurationError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subscription:
@@ -23,6 +25,12 @@ class Subscription:
     """Of a subscription that is made: no redelivery while a lease runs, and acks are answered for."""
     max_attempts: int | None = None
     """Of a subscription that is made: its dead-letter policy, without which Pub/Sub counts no attempts."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("ack_deadline", 1, 600), ("max_attempts", 0, 100)):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigurationError(f"pubsub: {name} must be {least}..{most}, got {value!r}")
 
     def over(self, defaults: Subscription) -> Subscription:
         """These settings, with the defaults where there are none."""

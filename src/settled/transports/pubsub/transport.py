@@ -27,7 +27,7 @@ from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Publis
 from settled.transports.looped import LoopTransport
 from settled.transports.pubsub.channel import ID, PubSubChannel, capabilities
 from settled.transports.pubsub.settings import DEFAULTS, Subscription
-from settled.transports.urls import flag, parse, seconds
+from settled.transports.urls import flag, masked, parse, seconds
 
 logger = logging.getLogger("settled")
 
@@ -81,7 +81,7 @@ class PubSubTransport(LoopTransport[_Clients]):
         self._project = parts.netloc or os.environ.get("GOOGLE_CLOUD_PROJECT", "")
         if not self._project or parts.path.strip("/"):
             raise ConfigurationError(
-                f"pubsub: the URL has a project only, as in pubsub://my-project; got {url!r}"
+                f"pubsub: the URL has a project only, as in pubsub://my-project; got {masked(url)!r}"
             )
         self._emulator = options.pop("emulator", None) or os.environ.get("PUBSUB_EMULATOR_HOST")
         self._endpoint = options.pop("endpoint", None)

@@ -221,7 +221,9 @@ class RabbitChannel:
         to = to or dead_letters_of(queue.name)
         async with self._or_later(mine):
             link = await self._reader.connection()
-            await link.publish(letter(mine, rejection, self._source.group or "", to))
+            dead = letter(mine, rejection, self._source.group or "", to)
+            added = {name: text for name, text in dead.headers.items() if mine.headers.get(name) != text}
+            await link.publish_letter(dead, mine.properties, added)
             await self._finish(mine)
 
     async def extend(self, delivery: Delivery) -> None:

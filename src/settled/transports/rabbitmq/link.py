@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import aio_pika
 from aio_pika.abc import AbstractConnection
@@ -19,6 +20,7 @@ from aiormq.exceptions import (
     ChannelNotFoundEntity,
     ChannelPreconditionFailed,
     DeliveryError,
+    InvalidFrameError,
     PublishError,
 )
 from pamqp.commands import Basic
@@ -76,12 +78,24 @@ class Link:
             if connection is None or not self.is_open:
                 if connection is not None:
                     await connection.close()
-                self._connection = connection = await aio_pika.connect(self._url, timeout=self._timeout)
+                self._connection = connection = await self._connect()
                 transport = connection.transport
                 properties = transport.connection.server_properties if transport is not None else {}
                 self.version = _version(str(properties.get("version", "")))
                 self._parking.clear()
             return connection
+
+    async def _connect(self) -> AbstractConnection:
+        try:
+            return await aio_pika.connect(self._url, timeout=self._timeout)
+        except InvalidFrameError as error:
+            if "Connection.Close" not in str(error):
+                raise
+            # The client does not pass on what the broker says; it is nothing else after the login.
+            name = unquote(urlsplit(self._url).path[1:]) or "/"
+            # Of a broker that was there before, it may not be up yet.
+            kind = ConnectionError if self.version else ConfigurationError
+            raise kind(f"rabbitmq: no virtual host {name!r}, or not for this user") from error
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -130,21 +144,16 @@ class Link:
         self, body: bytes, original: Basic.Properties, queue: str, failures: int, delay: float, kind: str
     ) -> None:
         """Put a copy of a message into its queue, or into one where it waits."""
-        headers = {k: v for k, v in (original.headers or {}).items() if not k.startswith(BROKERS)}
-        properties = Basic.Properties(
-            message_id=original.message_id,
-            content_type=original.content_type,
-            content_encoding=original.content_encoding,
-            correlation_id=original.correlation_id,
-            reply_to=original.reply_to,
-            message_type=original.message_type,
-            app_id=original.app_id,
-            priority=original.priority,
-            headers={**headers, FAILURES: failures},
-            delivery_mode=2,
-            timestamp=original.timestamp,
-        )
+        properties = _like(original, original.message_id, {FAILURES: failures})
         await self._publish(body, properties, "", queue, delay, kind)
+
+    async def publish_letter(
+        self, letter: Outgoing, original: Basic.Properties, added: Mapping[str, str]
+    ) -> None:
+        """Put a dead letter into its queue: the message with all its publisher gave it, and what is added."""
+        properties = _like(original, letter.id, added)
+        _check(letter, letter.id or "", properties.headers or {})
+        await self._publish(letter.data, properties, "", letter.subject, 0.0, "")
 
     async def _publish(
         self, body: bytes, properties: Basic.Properties, exchange: str, subject: str, delay: float, kind: str
@@ -195,7 +204,8 @@ class Link:
         digits, so that there are not too many of these queues.
         """
         wait = min(_rounded(delay), _LONGEST)
-        name = ".".join(part for part in ("settled.delay", str(wait), exchange, key) if part)
+        # Of its kind too: a queue that is there already cannot be declared as another.
+        name = ".".join(part for part in ("settled.delay", kind, str(wait), exchange, key) if part)
         now = asyncio.get_running_loop().time()
         if self._parking.get(name, 0) > now:
             return name
@@ -219,14 +229,36 @@ class Link:
         return name
 
 
-def _check(message: Outgoing, identity: str, headers: Mapping[str, str]) -> None:
+def _like(original: Basic.Properties, identity: str | None, added: Mapping[str, Any]) -> Basic.Properties:
+    """The properties of a copy, with headers of their own types."""
+    headers = {
+        name: value
+        for name, value in (original.headers or {}).items()
+        if name != FAILURES and not name.startswith(BROKERS)
+    }
+    return Basic.Properties(
+        message_id=identity,
+        content_type=original.content_type,
+        content_encoding=original.content_encoding,
+        correlation_id=original.correlation_id,
+        reply_to=original.reply_to,
+        message_type=original.message_type,
+        app_id=original.app_id,
+        priority=original.priority,
+        headers={**headers, **added},
+        delivery_mode=2,
+        timestamp=original.timestamp,
+    )
+
+
+def _check(message: Outgoing, identity: str, headers: Mapping[str, Any]) -> None:
     """What AMQP has no room for would end the connection."""
     for name, text in (("id", identity), ("content-type", content_type_of(message.headers) or "")):
         if len(text.encode()) > _LONGEST_TEXT:
             raise Refused(
                 f"publish to {message.subject!r}: {name} must be {_LONGEST_TEXT} bytes at most, got {text!r}"
             )
-    size = sum(len(name.encode()) + len(value.encode()) + 6 for name, value in headers.items())
+    size = sum(len(name.encode()) + len(str(value).encode()) + 6 for name, value in headers.items())
     if size > _MOST_HEADERS:
         raise Refused(
             f"publish to {message.subject!r}: headers must be {_MOST_HEADERS} bytes at most, got {size}"

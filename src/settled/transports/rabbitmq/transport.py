@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from collections.abc import Callable, Mapping
+from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 from settled.signals import ConfigurationError
 from settled.transports.base import BrokerStatus, Outgoing, Published, Source
@@ -10,10 +11,41 @@ from settled.transports.looped import LoopTransport
 from settled.transports.rabbitmq.channel import RabbitChannel, capabilities, dead_letters_of
 from settled.transports.rabbitmq.link import Link, Misdirected, PublishFailed, Refused
 from settled.transports.rabbitmq.queues import Facts, RabbitQueue, make, prepare
+from settled.transports.urls import certificates, file, flag, masked, option, port_of, split
 
 _OURS = ("create", "exchange", "backoff")
-_CLIENTS = ("auth", "cadata", "cafile", "capath", "certfile", "heartbeat", "keyfile", "name", "no_verify_ssl")
 _TIMEOUT = 30.0
+
+
+def _auth(text: str) -> str:
+    if text.lower() not in ("plain", "external"):
+        raise ValueError("must be plain or external")
+    return text
+
+
+def _heartbeat(text: str) -> str:
+    if not (text.isdecimal() and int(text) < 65535):
+        raise ValueError("must be 0 to 65534 s; 0 is none")
+    return text
+
+
+def _yes_or_no(text: str) -> str:
+    # The client takes all but a 0 for a yes.
+    return "1" if flag(text) else "0"
+
+
+_CLIENTS: Mapping[str, Callable[[str], str]] = {
+    "auth": _auth,
+    "cadata": str,
+    "cafile": certificates,
+    "capath": str,
+    "certfile": file,
+    "heartbeat": _heartbeat,
+    "keyfile": file,
+    "name": str,
+    "no_verify_ssl": _yes_or_no,
+}
+"""The options of the client, and what sees that they are right: it takes wrong ones in silence."""
 
 
 class RabbitTransport(LoopTransport[Link]):
@@ -29,7 +61,10 @@ class RabbitTransport(LoopTransport[Link]):
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        parts = urlsplit(url)
+        parts = split(url)
+        port = port_of(parts) or (5671 if parts.scheme == "amqps" else 5672)
+        if not parts.hostname:
+            raise ConfigurationError(f"{parts.scheme}://: no host in {masked(url)!r}; write amqp://host")
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         unknown = options.keys() - {*_OURS, *_CLIENTS}
         if unknown:
@@ -40,10 +75,14 @@ class RabbitTransport(LoopTransport[Link]):
         self._create = _flag(options.get("create", "false"))
         self._exchange = options.get("exchange", "")
         self._backoff = _seconds(options.get("backoff", "1"))
-        self._address = f"{parts.hostname}:{parts.port or (5671 if parts.scheme == 'amqps' else 5672)}"
-        theirs = urlencode({name: value for name, value in options.items() if name in _CLIENTS})
+        self._address = f"{parts.hostname}:{port}"
+        theirs = {
+            name: option(parts.scheme, name, options[name], read)
+            for name, read in _CLIENTS.items()
+            if name in options
+        }
         # Without a path the client would ask for a virtual host without a name.
-        self._url = urlunsplit(parts._replace(query=theirs, path=parts.path or "/"))
+        self._url = urlunsplit(parts._replace(query=urlencode(theirs), path=parts.path or "/"))
         self._facts: dict[Source, Facts] = {}
         self._link: Link | None = None
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from settled.settlement import Reject
 from settled.transports.base import Attempts, Capabilities, LeaseLost, Outgoing, RejectMeans, Source
 from settled.transports.letters import destination, letter
 from settled.transports.redis.settings import DEFAULT_GROUP, Reading
-from settled.transports.redis.streams import SLICE
+from settled.transports.redis.streams import SLICE, new_mark
 
 if TYPE_CHECKING:
     from settled.transports.redis.transport import RedisTransport
@@ -29,12 +30,14 @@ logger = logging.getLogger("settled")
 _MARK = b"settled1\n"
 
 
-class Head(msgspec.Struct, frozen=True):
+class Head(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """What a message has beside its body, on the line before it."""
 
     id: str
     headers: dict[str, str] = {}
     attempts: int = 0
+    mark: str = ""
+    """Its own, where it waits: those that wait are a set, in which two that are alike would be one."""
 
 
 def wrap(head: Head, data: bytes) -> bytes:
@@ -46,7 +49,7 @@ def unwrap(element: bytes) -> tuple[Head, bytes] | None:
     """A message back from its element; None if somebody else has written it.
 
     >>> unwrap(wrap(Head("m-1", {"tenant": "acme"}), b"body"))
-    (Head(id='m-1', headers={'tenant': 'acme'}, attempts=0), b'body')
+    (Head(id='m-1', headers={'tenant': 'acme'}), b'body')
     >>> unwrap(b"hello")
     """
     if not element.startswith(_MARK):
@@ -60,7 +63,7 @@ def unwrap(element: bytes) -> tuple[Head, bytes] | None:
 
 def element(message: Outgoing, id_: str) -> bytes:
     """A message that is published."""
-    return wrap(Head(id_, dict(message.headers)), message.data)
+    return wrap(Head(id_, dict(message.headers), mark=new_mark() if message.delay > 0 else ""), message.data)
 
 
 class ListDelivery(Delivery):
@@ -78,7 +81,7 @@ class ListDelivery(Delivery):
     def failed(self) -> bytes:
         """The element with one more attempt."""
         headers: Mapping[str, str] = self.headers
-        return wrap(Head(self.id, dict(headers), self.attempt), self.data)
+        return wrap(Head(self.id, dict(headers), self.attempt, new_mark()), self.data)
 
 
 class ListChannel:
@@ -99,7 +102,7 @@ class ListChannel:
         self._name = uuid.uuid4().hex
         self._queue = source.channel
         self._own = f"{self._queue}:processing:{self._name}"
-        self._out: dict[bytes, ListDelivery] = {}
+        self._out: dict[ListDelivery, None] = {}
         self._look_at = 0.0
         self._wakes = 0
         self._doubtful = False
@@ -141,15 +144,15 @@ class ListChannel:
             raw = wrapped
         head, data = known
         delivery = ListDelivery(raw, head, data, self._queue, time.monotonic() + self._settings.lease)
-        self._out[raw] = delivery
+        self._out[delivery] = None
         return delivery
 
     async def _restore(self) -> None:
         redis = (await self._transport.connection()).redis
         found: list[Any] = await redis.lrange(self._own, 0, -1)
-        for raw in found:
-            if raw not in self._out:
-                await self._write(raw, "nack", raw)
+        missed = Counter(found) - Counter(delivery.element for delivery in self._out)
+        for raw in missed.elements():
+            await self._write(raw, "nack", raw)
 
     async def _look(self) -> None:
         """Now and then, give back what was out for too long, here and with consumers that are gone."""
@@ -157,8 +160,8 @@ class ListChannel:
         if now < self._look_at:
             return
         self._look_at = now + min(1.0, self._settings.lease / 4)
-        for delivery in [one for one in self._out.values() if one.deadline <= now]:
-            del self._out[delivery.element]
+        for delivery in [one for one in self._out if one.deadline <= now]:
+            del self._out[delivery]
             await self._write(delivery.element, "requeue", delivery.failed(), 0)
         back = await self._recover("")
         if back:
@@ -200,7 +203,7 @@ class ListChannel:
     def _mine(self, delivery: Delivery) -> ListDelivery:
         if not isinstance(delivery, ListDelivery):
             raise TypeError(f"message {delivery.id!r} was not received from this transport")
-        if self._out.get(delivery.element) is not delivery:
+        if delivery not in self._out:
             raise self._lost(delivery)
         return delivery
 
@@ -214,7 +217,7 @@ class ListChannel:
     ) -> None:
         mine = self._mine(delivery)
         done = await self._write(mine.element, what, write, delay, dead)
-        self._out.pop(mine.element, None)
+        self._out.pop(mine, None)
         if not done:
             raise self._lost(mine)
 

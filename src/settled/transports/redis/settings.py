@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 from redis.asyncio import connection as connections
 from redis.asyncio.retry import Retry
@@ -14,6 +15,7 @@ from redis.backoff import NoBackoff
 
 from settled.signals import ConfigurationError
 from settled.transports.base import Source
+from settled.transports.urls import certificates, file, flag, option, port_of, split
 
 DEFAULT_GROUP = "settled"
 
@@ -106,7 +108,11 @@ def parse(url: str) -> tuple[Options, dict[str, Any]]:
     >>> parse("redis://localhost:6379/2?lease=60&lists=true")[0]
     Options(lease=60.0, backoff=1.0, create=False, delete=False, lists=True, maxlen=0)
     """
-    parts = urlsplit(url)
+    parts = split(url)
+    port_of(parts)
+    database = parts.path.strip("/")
+    if parts.scheme != "unix" and database and not database.isdecimal():
+        raise ConfigurationError(f"redis: the database must be a number, got {database!r}")
     options, rest = Options(), {}
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         match name:
@@ -130,16 +136,31 @@ def parse(url: str) -> tuple[Options, dict[str, Any]]:
             f"redis: the URL has no option {', '.join(sorted(unknown))}; there are "
             f"{', '.join(Options.__dataclass_fields__)}, and redis-py's own such as ssl_ca_certs"
         )
-    try:
-        client = dict(connections.parse_url(urlunsplit(parts._replace(query=urlencode(rest)))))
-    except ValueError as error:
-        raise ConfigurationError(f"redis: {error}") from error
+    for name in rest:
+        rest[name] = option("redis", name, rest[name], _checked(name))
+    client = dict(connections.parse_url(urlunsplit(parts._replace(query=urlencode(rest)))))
     # A server that does not answer is an error, which the pump tries to get over; a retry inside would hide
     # a message that was taken and never arrived.
     patience = {"socket_timeout": 10.0, "socket_connect_timeout": 10.0}
     if "path" not in client:
         patience["socket_keepalive"] = True
     return options, {**patience, **client, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
+
+
+def _checked(name: str) -> Callable[[str], str]:
+    """What sees that redis-py can read an option of its own, and takes a flag for what it says."""
+    read = connections.URL_QUERY_ARGUMENT_PARSERS.get(name)
+
+    def check(text: str) -> str:
+        if read is connections.to_bool:
+            return str(flag(text)).lower()
+        if name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+            return certificates(text) if name == "ssl_ca_certs" else file(text)
+        if read is not None:
+            read(text)
+        return text
+
+    return check
 
 
 @cache
@@ -165,7 +186,7 @@ def _number(name: str, text: str, least: float) -> float:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not value >= least:
+    if not least <= value < float("inf"):
         raise ConfigurationError(f"redis: {name} must be a number from {least:g}, got {text!r}")
     return value
 

@@ -80,9 +80,17 @@ def written(message: Outgoing, id_: str) -> list[bytes]:
 
 
 def scheduled(message: Outgoing, id_: str) -> bytes:
-    """A message that waits to become an entry: headers and id, a line of JSON each, then the body."""
-    lines = (msgspec.json.encode(dict(message.headers)), msgspec.json.encode([id_]), message.data)
-    return b"\n".join(lines)
+    """A message that waits to become an entry: headers and id, a line of JSON each, then the body.
+
+    Those that wait are a set, in which two that are alike would be one; so each has a mark beside its id.
+    """
+    head = msgspec.json.encode([id_, new_mark()])
+    return b"\n".join((msgspec.json.encode(dict(message.headers)), head, message.data))
+
+
+def new_mark() -> str:
+    """What tells a message that waits from one that is like it."""
+    return uuid.uuid4().hex[:12]
 
 
 class StreamChannel:

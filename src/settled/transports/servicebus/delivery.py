@@ -91,7 +91,9 @@ def _text(value: Any) -> str:
 
 
 def outgoing(message: Outgoing, identity: str) -> ServiceBusMessage:
-    """A message to send; its lane is the session."""
+    """A message to send; its lane is the session. Text that cannot be encoded is an error here, not later."""
+    for text in (identity, message.lane or "", *message.headers, *message.headers.values()):
+        text.encode()
     properties: dict[Any, Any] = dict(message.headers)
     return ServiceBusMessage(
         message.data,

@@ -22,7 +22,7 @@ from settled.transports.looped import LoopTransport
 from settled.transports.servicebus.channel import CAPABILITIES, ServiceBusChannel
 from settled.transports.servicebus.delivery import outgoing
 from settled.transports.servicebus.settings import DEFAULTS, Entity, Place
-from settled.transports.urls import flag, parse, seconds
+from settled.transports.urls import flag, masked, parse, seconds
 
 ENVIRONMENT = "AZURE_SERVICEBUS_CONNECTION_STRING"
 
@@ -101,16 +101,21 @@ class ServiceBusTransport(LoopTransport[_Bus]):
             )
         self._host = parts.netloc.rpartition("@")[2]
         self._connection_string: str | None = None
-        if parts.username and parts.password:
+        if parts.username and parts.password and self._host:
             self._connection_string = (
                 f"Endpoint=sb://{self._host};SharedAccessKeyName={unquote(parts.username)};"
                 f"SharedAccessKey={unquote(parts.password)};UseDevelopmentEmulator={str(emulator).lower()}"
             )
+        elif parts.username and self._host:
+            raise ConfigurationError(
+                f"servicebus: the URL has a key's name, {parts.username!r}, and no key; write name:key@ with "
+                "all of / + = in the key as %2F %2B %3D, or neither"
+            )
         elif not self._host:
-            self._connection_string = os.environ.get(ENVIRONMENT)
+            self._connection_string = None if parts.netloc else os.environ.get(ENVIRONMENT)
             if self._connection_string is None:
                 raise ConfigurationError(
-                    f"servicebus: the URL {url!r} has no namespace; write "
+                    f"servicebus: the URL {masked(url)!r} has no namespace; write "
                     f"servicebus://namespace.servicebus.windows.net, or set {ENVIRONMENT}"
                 )
             self._host = "the namespace of the connection string"
@@ -204,7 +209,7 @@ class ServiceBusTransport(LoopTransport[_Bus]):
         try:
             sent = outgoing(message, identity)
         except (ValueError, TypeError) as error:
-            # An id or a session longer than 128 characters, say.
+            # An id or a session longer than 128 characters, or text that is not Unicode.
             raise Refused(f"publish to {message.subject!r}: {error}") from error
         await self.send(message.subject.partition("/")[0], sent)
         return Published(id=identity, lane=message.lane)
