@@ -41,6 +41,12 @@ from settled.bridge.window import in_one_line
         ("amqp://h?auth=magic", "option auth='magic': must be plain or external"),
         ("nats://h?tls_ca=/none", "option tls_ca='/none': No such file"),
         ("nats://h?credentials=/none", "option credentials='/none': No such file"),
+        ("http://h:abc", "the port must be a number up to 65535, got 'http://h:abc'"),
+        ("http://h?bogus=1", "http: write http://host:6632, without options, got 'http://h'"),
+        (
+            "postgresql://ann:s3cret@one,h:abc/x",
+            "port must be a number up to 65535, got 'postgresql://h:abc'",
+        ),
         ("servicebus://name:s3cret@", "the URL 'servicebus://' has no namespace"),
         ("servicebus://name@h", "a key's name, 'name', and no key"),
         ("pubsub://p?ack_deadline=-5", "ack_deadline must be 1..600, got -5"),

@@ -15,6 +15,7 @@ from settled.client.resilience import Resilience
 from settled.client.wire import Wire
 from settled.codec import BYTES, JSON, TEXT, content_type_of
 from settled.message import Metadata
+from settled.signals import ConfigurationError
 from settled.transports.base import Outgoing, Published, Source
 from settled.transports.queue import (
     DEFAULT_GROUP,
@@ -26,6 +27,7 @@ from settled.transports.queue import (
     note_given_up,
 )
 from settled.transports.rules import Rules
+from settled.transports.urls import masked, port_of, split
 
 _REFUSED_FOR_GOOD = (400, 413, 415, 422)
 
@@ -106,6 +108,12 @@ class HttpTransport(QueueTransport):
 
     def __init__(self, url: str, resilience: Resilience | None = None) -> None:
         super().__init__()
+        parts = split(url)
+        port_of(parts)
+        if not parts.hostname or parts.query:
+            raise ConfigurationError(
+                f"{parts.scheme}: write {parts.scheme}://host:6632, without options, got {masked(url)!r}"
+            )
         self._url = url
         self._resilience = resilience or Resilience()
 

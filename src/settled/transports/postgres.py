@@ -21,6 +21,7 @@ from settled.transports.queue import (
     note_given_up,
 )
 from settled.transports.rules import Rules
+from settled.transports.urls import port_of, split
 
 
 class EngineDelivery(QueueDelivery[PoppedMessage]):
@@ -46,6 +47,8 @@ class PostgresTransport(QueueTransport):
 
     def __init__(self, dsn: str) -> None:
         super().__init__()
+        for host in split(dsn).netloc.rpartition("@")[2].split(","):
+            port_of(split(f"postgresql://{host}"))
         self._dsn = dsn
 
     async def connect(self) -> EngineBackend:
