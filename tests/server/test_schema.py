@@ -1,4 +1,4 @@
-"""What the API document tells is so: its requests make no server fail, and answers have the shapes it tells."""
+"""What the API document tells is so: its requests make no server fail, and answers have their shapes."""
 
 from __future__ import annotations
 

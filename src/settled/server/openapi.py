@@ -31,7 +31,7 @@ _SAID = {
     404: "It is not there.",
     409: "It contradicts what is stored; nothing was changed.",
     413: "The body is too large.",
-    429: "The queue is full; nothing was pushed.",
+    429: "The queue is full; try again when some messages are settled.",
     503: "The database is away; try again after Retry-After.",
 }
 
