@@ -126,6 +126,8 @@ async def test_what_cannot_be_read_is_kept_for_who_can(engine: Engine) -> None:
             assert not isinstance(fine, BaseException)
         with pytest.raises(Conflict, match="not in SETTLED_ENCRYPTION_KEY"):
             await engine.requeue(letter.id)
+        (closed,) = (await engine.dead_letters(queue="safe")).rows
+        assert (closed.content_type, closed.headers) == ("application/octet-stream", {})
         await asyncio.sleep(0.4)  # due, and not for this worker
         await engine._core.scheduler.move()
     engine._core.cache.forget_lane(lane.id)

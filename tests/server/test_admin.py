@@ -6,7 +6,17 @@ import time
 import uuid
 from urllib.parse import quote
 
+import pytest
+
+from settled.server.testing import RunningServer
 from tests.server.http import Http, ack_of
+from tests.server.test_schema import Checked
+
+
+@pytest.fixture(scope="module")
+def http(server: RunningServer) -> Http:
+    """Each answer is held against the API document."""
+    return Checked(server.url)
 
 
 def test_configure_answers_all_options(http: Http, queue: str) -> None:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from settled.codec import BYTES
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.queue.lanes import check_uuid
 from settled.queue.marks import Settlement
 from settled.queue.poll import parse_time
-from settled.queue.sealing import open_value, unseal_value
+from settled.queue.sealing import open_value
 from settled.queue.segment import JSON, PRODUCER_KEY, TRACE_KEY, TYPE_KEY, new_base, uuid_text
 from settled.queue.types import AckItem, DeadLetter, Page, PushItem, PushResult
 
@@ -36,7 +37,11 @@ def check_page(limit: int, offset: int) -> None:
 
 
 def _letter(row: Any) -> DeadLetter:
-    own: dict[str, str] = msgspec.json.decode(unseal_value(row["headers"], b"{}") or b"{}")
+    try:
+        payload, headers, kind = open_value(row["payload"]), open_value(row["headers"]), JSON
+    except Conflict:  # its key is not here: nobody can read it, but it can be listed and dropped
+        payload, headers, kind = row["payload"], b"", BYTES
+    own: dict[str, str] = msgspec.json.decode(headers or b"{}")
     return DeadLetter(
         id=str(row["id"]),
         message_id=str(row["message_id"]),
@@ -47,8 +52,8 @@ def _letter(row: Any) -> DeadLetter:
         group=row["consumer_group"],
         error=row["error"],
         attempts=row["attempts"],
-        payload=unseal_value(row["payload"]),
-        content_type=own.pop(TYPE_KEY, JSON),
+        payload=payload,
+        content_type=own.pop(TYPE_KEY, kind),
         trace_id=own.pop(TRACE_KEY, None),
         producer=own.pop(PRODUCER_KEY, None),
         headers=own,

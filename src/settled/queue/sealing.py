@@ -87,9 +87,9 @@ def open_value(value: bytes) -> bytes:
         return value
 
 
-def unseal_value(value: bytes, otherwise: bytes | None = None) -> bytes:
+def unseal_value(value: bytes) -> bytes:
     """What `seal_value` was given; what cannot be opened, or never was sealed, comes back as it is."""
     try:
         return open_value(value)
     except Conflict:
-        return value if otherwise is None else otherwise
+        return value

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import msgspec
 from msgspec import Raw, Struct
 
 from settled.queue.popped import place, reader
+from settled.queue.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,9 +32,16 @@ if TYPE_CHECKING:
         Trace,
     )
 
+    from .inspection import DeadLetterRow, MessageDetail, MessageRow, TraceRow
+    from .messages import Extended
+    from .openapi import Data
+    from .queues import ConfiguredQueue
+    from .system import Counts, GroupLane, GroupRow, LaggingLane, LaneRow, QueueDetail, QueueRow
+
 encode = msgspec.json.encode
 JSON = "application/json"
 LAGGING_AFTER = 300
+Kind = Literal["queue", "bus", "hybrid", "none"]
 
 _SAID = {
     "invalid_lease": "Lease validation failed: Invalid or expired lease",
@@ -60,13 +68,28 @@ class Acked(Struct, gc=False, rename="camel"):
     index: int
     transaction_id: str
     success: bool
-    message: str
+    message: Outcome
     error: str | None
     queue_name: str | None
     partition_name: str | None
     lease_released: bool
     dlq: bool
     retry_count: int
+
+
+class BusStatus(TypedDict):
+    """How many of the groups are done with a message."""
+
+    consumedBy: int
+    totalGroups: int
+
+
+class Mode(TypedDict):
+    """Whether messages are consumed as a queue, by groups, by both or by nobody."""
+
+    hasQueueMode: bool
+    busGroupsCount: int
+    type: Kind
 
 
 def pushed(results: Sequence[PushResult], items: Sequence[PushItem]) -> bytes:
@@ -133,7 +156,7 @@ def _empty(result: Popped, request: PopRequest, group: bytes) -> bytes:
             return b'{"success":false,"error":%b,%b,"messages":[]}' % (encode(why), place)
 
 
-def extended(result: LeaseExtension) -> dict[str, Any]:
+def extended(result: LeaseExtension) -> Extended:
     """The answer to a lease renewal."""
     return {
         "leaseId": result.lease_id,
@@ -144,7 +167,7 @@ def extended(result: LeaseExtension) -> dict[str, Any]:
     }
 
 
-def configured(result: Configured) -> dict[str, Any]:
+def configured(result: Configured) -> ConfiguredQueue:
     """The answer to configure."""
     return {
         "configured": True,
@@ -158,7 +181,7 @@ def configured(result: Configured) -> dict[str, Any]:
     }
 
 
-def data_of(payload: bytes | None, content_type: str) -> dict[str, Any]:
+def data_of(payload: bytes | None, content_type: str) -> Data:
     """A payload as JSON: itself if it is JSON, else text, else base64."""
     if payload is None:
         return {"data": None}
@@ -170,7 +193,7 @@ def data_of(payload: bytes | None, content_type: str) -> dict[str, Any]:
         return {"data": base64.b64encode(payload).decode(), "contentType": content_type, "encoding": "base64"}
 
 
-def dead_letter(letter: DeadLetter) -> dict[str, Any]:
+def dead_letter(letter: DeadLetter) -> DeadLetterRow:
     """One dead letter: the documented names, and those of Queen MQ beside them."""
     return {
         "id": letter.id,
@@ -194,7 +217,7 @@ def dead_letter(letter: DeadLetter) -> dict[str, Any]:
     }
 
 
-def group(lag: GroupLag) -> dict[str, Any]:
+def group(lag: GroupLag) -> GroupRow:
     """One (group, queue) with its lag."""
     return {
         "name": lag.group,
@@ -212,7 +235,7 @@ def group(lag: GroupLag) -> dict[str, Any]:
     }
 
 
-def lagging_lane(lag: LaneLag) -> dict[str, Any]:
+def lagging_lane(lag: LaneLag) -> LaggingLane:
     """One lagging partition, in the snake_case of that route."""
     return {
         "consumer_group": lag.group,
@@ -228,7 +251,7 @@ def lagging_lane(lag: LaneLag) -> dict[str, Any]:
     }
 
 
-def group_lane(lag: LaneLag) -> dict[str, Any]:
+def group_lane(lag: LaneLag) -> GroupLane:
     """One partition of a group's detail."""
     now = datetime.now(UTC)
     return {
@@ -244,7 +267,7 @@ def group_lane(lag: LaneLag) -> dict[str, Any]:
     }
 
 
-def _counts(stats: QueueStats | LaneStats) -> dict[str, int]:
+def _counts(stats: QueueStats | LaneStats) -> Counts:
     return {
         "total": stats.total,
         "pending": stats.pending,
@@ -255,7 +278,7 @@ def _counts(stats: QueueStats | LaneStats) -> dict[str, int]:
     }
 
 
-def queue_row(stats: QueueStats) -> dict[str, Any]:
+def queue_row(stats: QueueStats) -> QueueRow:
     """One queue of the list."""
     return {
         "id": stats.id,
@@ -268,7 +291,7 @@ def queue_row(stats: QueueStats) -> dict[str, Any]:
     }
 
 
-def queue_detail(stats: QueueStats) -> dict[str, Any]:
+def queue_detail(stats: QueueStats) -> QueueDetail:
     """One queue with its partitions."""
     return {
         **queue_row(stats),
@@ -278,7 +301,7 @@ def queue_detail(stats: QueueStats) -> dict[str, Any]:
     }
 
 
-def lane_row(lane: LaneStats) -> dict[str, Any]:
+def lane_row(lane: LaneStats) -> LaneRow:
     """One partition of a queue."""
     return {
         "id": lane.id,
@@ -290,7 +313,7 @@ def lane_row(lane: LaneStats) -> dict[str, Any]:
     }
 
 
-def message(view: MessageView) -> dict[str, Any]:
+def message(view: MessageView) -> MessageRow:
     """One message of a listing."""
     named = [g for g in view.groups if g.group != "__QUEUE_MODE__"]
     plain = next((g for g in view.groups if g.group == "__QUEUE_MODE__"), None)
@@ -317,7 +340,7 @@ def message(view: MessageView) -> dict[str, Any]:
     }
 
 
-def message_detail(view: MessageView) -> dict[str, Any]:
+def message_detail(view: MessageView) -> MessageDetail:
     """One message with its payload and what each group did with it."""
     data = data_of(view.payload, view.content_type)
     errors = [g.error for g in view.groups if g.error]
@@ -344,16 +367,16 @@ def message_detail(view: MessageView) -> dict[str, Any]:
     }
 
 
-def mode(views: Sequence[MessageView]) -> dict[str, Any]:
+def mode(views: Sequence[MessageView]) -> Mode:
     """Whether these messages are consumed as a queue, by groups, by both or by nobody."""
     groups = {g.group for view in views for g in view.groups}
     plain = "__QUEUE_MODE__" in groups
     named = len(groups - {"__QUEUE_MODE__"})
-    kind = ("hybrid" if named else "queue") if plain else ("bus" if named else "none")
+    kind: Kind = ("hybrid" if named else "queue") if plain else ("bus" if named else "none")
     return {"hasQueueMode": plain, "busGroupsCount": named, "type": kind}
 
 
-def trace(note: Trace) -> dict[str, Any]:
+def trace(note: Trace) -> TraceRow:
     """One trace, in the snake_case of those routes."""
     return {
         "id": note.id,

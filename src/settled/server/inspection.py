@@ -2,19 +2,215 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import msgspec
 
+from settled.queue.types import JournalEntry, QueueOptions
+
 from . import answers, bodies
+from .answers import BusStatus, Mode
 from .convert import partition_id
 from .exchange import Answer, HttpError, Request, bad, ok
+from .openapi import Data, Paged, Pagination, Time
 from .parse import LIMIT, OFFSET, QUEUE_MODE, Query, decode, name
 
 if TYPE_CHECKING:
     from settled.queue.engine import Engine
 
 _trace = msgspec.json.Decoder(bodies.TraceBody)
+
+
+class DeadLetterRow(Data, TypedDict):
+    """A message that will not be tried again for its group."""
+
+    id: str
+    messageId: str
+    partitionId: str
+    transactionId: str
+    consumerGroup: str
+    errorMessage: str | None
+    retryCount: int
+    originalCreatedAt: Time
+    movedToDlqAt: Time
+    queueName: str
+    queue: str
+    partition: str
+    createdAt: Time
+    failedAt: Time
+    headers: dict[str, str]
+    traceId: str | None
+    producerSub: str | None
+
+
+class DeadLetterPage(Pagination, TypedDict):
+    """Dead letters, newest first."""
+
+    messages: list[DeadLetterRow]
+    pagination: Pagination
+
+
+class Requeued(TypedDict):
+    """The message that a dead letter became again."""
+
+    success: bool
+    transactionId: str
+    messageId: str
+    partitionId: str
+    queueName: str
+
+
+class Dropped(TypedDict):
+    """The dead letter is gone."""
+
+    success: bool
+    id: str
+
+
+class MessageRow(TypedDict):
+    """One message of a listing."""
+
+    id: str
+    transactionId: str
+    partitionId: str
+    queue: str
+    partition: str
+    queuePath: str
+    namespace: str
+    task: str
+    status: str
+    queueStatus: str | None
+    busStatus: BusStatus
+    offset: int
+    traceId: str | None
+    producerSub: str | None
+    headers: dict[str, str]
+    queuePriority: int
+    createdAt: Time
+    leaseExpiresAt: Time | None
+
+
+class QueueMessages(TypedDict):
+    """Messages of a queue, newest first."""
+
+    messages: list[MessageRow]
+
+
+class MessageList(QueueMessages):
+    """Messages, newest first."""
+
+    mode: Mode
+
+
+class MessageGroup(TypedDict):
+    """What one group did with a message."""
+
+    name: str
+    status: Literal["pending", "processing", "retrying", "completed", "dead_letter"]
+    consumed: bool
+    attempts: int
+    error: str | None
+    leaseExpiresAt: Time | None
+
+
+class MessageDetail(MessageRow, Data, TypedDict):
+    """One message with its payload and what each group did with it."""
+
+    payload: Any
+    isEncrypted: bool
+    errorMessage: str | None
+    retryCount: int
+    queueConfig: QueueOptions | None
+    mode: Mode
+    consumerGroups: list[MessageGroup]
+
+
+class Named(TypedDict):
+    """Which message it was."""
+
+    success: bool
+    partitionId: str
+    transactionId: str
+
+
+class MessageDeleted(Named):
+    """The message is gone."""
+
+    message: Literal["deleted"]
+
+
+class MessageRetried(Named):
+    """How many of its dead letters were put back."""
+
+    requeued: int
+
+
+class Buried(Named):
+    """For which group the message is a dead letter now."""
+
+    consumerGroup: str
+
+
+class Journal(TypedDict):
+    """How messages were settled, newest first."""
+
+    entries: list[JournalEntry]
+
+
+class TraceLeft(TypedDict):
+    """The note was left."""
+
+    success: bool
+    traceId: str
+
+
+class TraceRow(TypedDict):
+    """A note on a message."""
+
+    id: str
+    event_type: str
+    data: Any
+    consumer_group: str | None
+    worker_id: str
+    created_at: Time
+    trace_names: list[str]
+    transaction_id: str
+    partition_id: str
+    queue_name: str
+    partition_name: str
+
+
+class NamedTraceRow(TraceRow):
+    """A note on a message, with the message."""
+
+    message_payload: Any
+
+
+class TraceList(TypedDict):
+    """The notes on a message."""
+
+    traces: list[TraceRow]
+
+
+class TracePage(Paged, TypedDict):
+    """The notes of a name."""
+
+    traces: list[NamedTraceRow]
+
+
+class TraceNameRow(TypedDict):
+    """A name and how often it was used."""
+
+    trace_name: str
+    trace_count: int
+    message_count: int
+    last_seen: Time
+
+
+class TraceNamePage(Paged, TypedDict):
+    """The names in use."""
+
+    trace_names: list[TraceNameRow]
 
 
 class DeadLetters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import msgspec
 
@@ -15,6 +15,7 @@ from settled.queue.types import (
     Acked,
     AckResult,
     Appended,
+    Outcome,
     Popped,
     PopRequest,
     PushOp,
@@ -34,6 +35,7 @@ from .convert import (
     push_items,
 )
 from .exchange import Answer, Request, bad, ok
+from .openapi import Time
 from .parse import decode, name, pop_query
 
 if TYPE_CHECKING:
@@ -51,6 +53,65 @@ _transaction = msgspec.json.Decoder(bodies.TransactionBody)
 _extend = msgspec.json.Decoder(bodies.ExtendBody)
 
 _REFUSED = {"invalid_lease": 409, "not_found": 404}
+
+
+class BatchRefused(TypedDict):
+    """A batch of which one ack could not be settled, so none was; `results` tells which."""
+
+    success: bool
+    message: Outcome
+    error: str
+    results: list[answers.Acked]
+
+
+class PushedOperation(msgspec.Struct, rename="camel", tag_field="type", tag="push"):
+    """A push of a transaction."""
+
+    index: int
+    success: bool
+    status: Literal["queued", "duplicate", "scheduled"]
+    transaction_id: str
+    message_id: str
+    partition_id: str
+    queue_name: str
+
+
+class AckedOperation(answers.Acked, tag_field="type", tag="ack"):
+    """An ack of a transaction."""
+
+
+class Transacted(TypedDict):
+    """All was done; results in the order of the operations, each item of a push for itself."""
+
+    transactionId: str
+    success: bool
+    results: list[PushedOperation | AckedOperation]
+
+
+class UnappliedOperation(answers.Acked):
+    """A push or an ack of a transaction that failed."""
+
+    type: Literal["push", "ack"]
+
+
+class TransactionRefused(TypedDict):
+    """Nothing was done; `results` tells what was in the way."""
+
+    transactionId: str
+    success: bool
+    results: list[UnappliedOperation]
+    error: str
+    message: str
+
+
+class Extended(TypedDict):
+    """Until when the lease is held, or why not."""
+
+    leaseId: str
+    success: bool
+    error: str | None
+    expiresAt: Time | None
+    newExpiresAt: Time | None
 
 
 class Messages:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 import msgspec
 
+from settled.queue.types import QueueOptions
+
 from . import answers, bodies
 from .exchange import Answer, HttpError, Request, bad, ok
+from .openapi import Time
 from .parse import OFFSET, Query, decode, name, timestamp
+from .system import GroupLane, GroupRow, LaneRow, Sums
 
 if TYPE_CHECKING:
     from settled.queue.engine import Engine
@@ -19,6 +23,157 @@ if TYPE_CHECKING:
 _configure = msgspec.json.Decoder(bodies.ConfigureBody)
 _seek = msgspec.json.Decoder(bodies.SeekBody)
 _subscription = msgspec.json.Decoder(bodies.SubscriptionBody)
+
+
+class ConfiguredQueue(TypedDict):
+    """A queue as it is configured now."""
+
+    configured: bool
+    queueId: str
+    partitionId: str
+    queue: str
+    namespace: str
+    task: str
+    createdAt: Time
+    options: QueueOptions
+
+
+class PartitionRow(LaneRow, TypedDict):
+    """One partition in figures, with its queue."""
+
+    queue: str
+
+
+class PartitionList(TypedDict):
+    """Partitions of one queue, or of all."""
+
+    partitions: list[PartitionRow]
+
+
+class PartitionDepth(TypedDict):
+    """What is pending in one partition."""
+
+    partition: str
+    pending: int
+
+
+class Depth(TypedDict):
+    """How much is pending, for a group if one was named."""
+
+    queue: str
+    group: str | None
+    pending: int
+    partitionsPending: int
+    conflation: bool
+    effectivePending: int
+    partitions: list[PartitionDepth]
+
+
+class Deleted(TypedDict):
+    """The queue is gone; `existed` tells whether it was there."""
+
+    deleted: bool
+    queue: str
+    existed: bool
+
+
+class Cleared(TypedDict):
+    """How many messages were dropped; `messages` is another name of `count`."""
+
+    cleared: bool
+    queue: str
+    messages: int
+    count: int
+
+
+class Part(TypedDict):
+    """The queues of a namespace or of a task in figures."""
+
+    queues: int
+    partitions: int
+    messages: Sums
+
+
+class NamespaceRow(Part):
+    """One namespace."""
+
+    namespace: str
+
+
+class NamespaceList(TypedDict):
+    """Namespaces in use."""
+
+    namespaces: list[NamespaceRow]
+
+
+class TaskRow(Part):
+    """One task."""
+
+    task: str
+
+
+class TaskList(TypedDict):
+    """Tasks in use."""
+
+    tasks: list[TaskRow]
+
+
+class Overview(TypedDict):
+    """Everything in a few figures."""
+
+    queues: int
+    partitions: int
+    namespaces: int
+    tasks: int
+    consumerGroups: int
+    messages: Sums
+    lag: dict[Literal["time", "offset"], dict[str, float]]
+    statsAge: int
+    timestamp: Time
+
+
+class GroupList(TypedDict):
+    """Groups, one row for each queue they read."""
+
+    groups: list[GroupRow]
+
+
+class GroupQueue(TypedDict):
+    """A group on one queue."""
+
+    partitions: list[GroupLane]
+
+
+class GroupDeleted(TypedDict):
+    """The group was forgotten; `queueName` where one queue was named."""
+
+    success: bool
+    consumerGroup: str
+    deletedPartitions: int
+    metadataDeleted: bool
+    queueName: NotRequired[str]
+
+
+class Subscribed(TypedDict):
+    """Where the group starts now."""
+
+    success: bool
+    consumerGroup: str
+    newTimestamp: Time
+    rowsUpdated: int
+
+
+class Sought(TypedDict):
+    """Where the group was moved; the last two where one partition was named."""
+
+    success: bool
+    consumerGroup: str
+    queueName: str
+    seekToEnd: bool
+    targetTimestamp: Time | None
+    partitionsUpdated: int
+    partitionName: NotRequired[str]
+    updated: NotRequired[bool]
 
 
 class Queues:

@@ -10,7 +10,7 @@ from .exchange import Answer, HttpError, Request, bad
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from .openapi import Parameter
+    from .openapi import Answered, Parameter
 
     Endpoint = Callable[[Request], Awaitable[Answer]]
     Reply = Callable[[Answer | Exception | None], None]
@@ -23,12 +23,13 @@ POPS = b"/api/v1/pop"
 
 
 class Route(NamedTuple):
-    """A method, a path like `/api/v1/dlq/{id}`, who answers it, and a sentence for the API document."""
+    """A method, a path like `/api/v1/dlq/{id}`, who answers it, and what the API document says of it."""
 
     method: str
     path: str
     endpoint: Endpoint
     summary: str
+    answer: Answered
     body: type | None = None
     parameters: tuple[Parameter, ...] = ()
     shortcut: Shortcut | None = None

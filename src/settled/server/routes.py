@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from . import bodies
+from . import answers, bodies, inspection, messages, queues, streams, system
 from .inspection import DeadLetters, Inspection
-from .openapi import Parameter
+from .openapi import Answered, Delivery, Parameter, PushedItem
 from .queues import Groups, Queues
 from .router import Route
 from .streams import Streams
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
     from settled.queue.engine import Engine
 
     from .messages import Messages
-    from .router import Endpoint
+    from .router import Endpoint, Shortcut
     from .system import System
 
-P = Parameter
+P, A = Parameter, Answered
+post = partial(Route, "POST")
+_POPPED = A(Delivery, (409,))
 _POP = (
     P("batch", "integer", "How many messages at most.", 1, 10_000),
     P("wait", "boolean", "Wait for a message if there is none."),
@@ -60,79 +63,158 @@ _LISTED = (
 )
 
 
+def get(
+    path: str,
+    endpoint: Endpoint,
+    summary: str,
+    answer: Answered,
+    parameters: tuple[Parameter, ...] = (),
+    shortcut: Shortcut | None = None,
+) -> Route:
+    """A route without a body."""
+    return Route("GET", path, endpoint, summary, answer, None, parameters, shortcut)
+
+
+def delete(
+    path: str, endpoint: Endpoint, summary: str, answer: Answered, parameters: tuple[Parameter, ...] = ()
+) -> Route:
+    """A route without a body, too."""
+    return Route("DELETE", path, endpoint, summary, answer, None, parameters)
+
+
 def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: Endpoint) -> list[Route]:
     """Every route of the server."""
     q, g = Queues(engine), Groups(engine)
     d, i, s = DeadLetters(engine), Inspection(engine), Streams(engine)
-    pop, groups, messages = "/api/v1/pop", "/api/v1/consumer-groups", "/api/v1/messages"
-    one, seek = f"{messages}/{{partitionId}}/{{transactionId}}", f"{groups}/{{group}}/queues/{{queue}}"
+    pop, groups, listing = "/api/v1/pop", "/api/v1/consumer-groups", "/api/v1/messages"
+    one, seek = f"{listing}/{{partitionId}}/{{transactionId}}", f"{groups}/{{group}}/queues/{{queue}}"
     resources, upkeep = "/api/v1/resources", "/api/v1/system/maintenance"
     return [
-        Route("POST", "/api/v1/push", push, "Push messages.", bodies.PushBody, (), m.push_soon),
-        Route(
-            "GET",
+        post(
+            "/api/v1/push",
+            push,
+            "Push messages.",
+            A(list[PushedItem], (409, 429), 201),
+            bodies.PushBody,
+            (),
+            m.push_soon,
+        ),
+        get(
             f"{pop}/queue/{{queue}}",
             m.pop_queue,
             "Take messages of any partition.",
-            None,
+            _POPPED,
             _POP,
             m.pop_soon,
         ),
-        Route(
-            "GET",
+        get(
             f"{pop}/queue/{{queue}}/partition/{{partition}}",
             m.pop_queue,
             "Take messages of one partition.",
-            None,
+            _POPPED,
             _POP,
         ),
-        Route("GET", pop, m.pop_any, "Take messages of a namespace or task.", None, (*_POP, *_SPACE)),
-        Route("POST", "/api/v1/ack", m.ack, "Settle one message.", bodies.AckBody, (), m.ack_soon),
-        Route(
-            "POST",
+        get(pop, m.pop_any, "Take messages of a namespace or task.", _POPPED, (*_POP, *_SPACE)),
+        post(
+            "/api/v1/ack",
+            m.ack,
+            "Settle one message.",
+            A(answers.Acked, refused={404: answers.Acked, 409: answers.Acked}),
+            bodies.AckBody,
+            (),
+            m.ack_soon,
+        ),
+        post(
             "/api/v1/ack/batch",
             m.ack_batch,
             "Settle many messages.",
+            A(list[answers.Acked], refused={409: messages.BatchRefused}),
             bodies.AckBatchBody,
             (),
             m.ack_batch_soon,
         ),
-        Route(
-            "POST",
+        post(
             "/api/v1/transaction",
             m.transaction,
             "Pushes and acks, all or nothing.",
+            A(messages.Transacted, (429,), refused={409: messages.TransactionRefused}),
             bodies.TransactionBody,
         ),
-        Route("POST", "/api/v1/lease/{leaseId}/extend", m.extend, "Hold a lease longer.", bodies.ExtendBody),
-        Route("POST", "/api/v1/configure", q.configure, "Create or configure a queue.", bodies.ConfigureBody),
-        Route("GET", f"{resources}/queues", q.list, "All queues.", None, _SPACE),
-        Route("GET", f"{resources}/queues/{{queue}}", q.one, "One queue with its partitions."),
-        Route(
-            "GET",
+        post(
+            "/api/v1/lease/{leaseId}/extend",
+            m.extend,
+            "Hold a lease longer.",
+            A(messages.Extended, refused={404: messages.Extended, 409: messages.Extended}),
+            bodies.ExtendBody,
+        ),
+        post(
+            "/api/v1/configure",
+            q.configure,
+            "Create or configure a queue.",
+            A(queues.ConfiguredQueue, (404, 409)),
+            bodies.ConfigureBody,
+        ),
+        get(f"{resources}/queues", q.list, "All queues.", A(system.QueueList), _SPACE),
+        get(
+            f"{resources}/queues/{{queue}}",
+            q.one,
+            "One queue with its partitions.",
+            A(system.QueueDetail, (404,)),
+        ),
+        get(
             f"{resources}/queues/{{queue}}/depth",
             q.depth,
             "How much is pending.",
-            None,
+            A(queues.Depth, (404,)),
             (P("group", "string", "For this group."),),
         ),
-        Route("DELETE", f"{resources}/queues/{{queue}}", q.delete, "Delete a queue and all in it."),
-        Route("DELETE", "/api/v1/queues/{queue}/clear", q.clear, "Drop all messages.", None, (_PARTITION,)),
-        Route("GET", f"{resources}/partitions", q.partitions, "All partitions.", None, (_QUEUE,)),
-        Route("GET", f"{resources}/namespaces", q.namespaces, "All namespaces."),
-        Route("GET", f"{resources}/tasks", q.tasks, "All tasks."),
-        Route("GET", f"{resources}/overview", q.overview, "Everything in a few figures."),
-        Route("GET", messages, i.list, "Messages, newest first.", None, _LISTED),
-        Route("GET", one, i.one, "One message and what each group did with it."),
-        Route("DELETE", one, i.delete, "Take one message out."),
-        Route("POST", f"{one}/retry", i.retry, "Put a message's dead letters back.", None, (_GROUP,)),
-        Route("POST", f"{one}/dlq", i.bury, "Send a message to the dead letters.", None, (_GROUP,)),
-        Route(
-            "GET",
+        delete(f"{resources}/queues/{{queue}}", q.delete, "Delete a queue and all in it.", A(queues.Deleted)),
+        delete(
+            "/api/v1/queues/{queue}/clear",
+            q.clear,
+            "Drop all messages.",
+            A(queues.Cleared, (404,)),
+            (_PARTITION,),
+        ),
+        get(
+            f"{resources}/partitions",
+            q.partitions,
+            "All partitions.",
+            A(queues.PartitionList, (404,)),
+            (_QUEUE,),
+        ),
+        get(f"{resources}/namespaces", q.namespaces, "All namespaces.", A(queues.NamespaceList)),
+        get(f"{resources}/tasks", q.tasks, "All tasks.", A(queues.TaskList)),
+        get(f"{resources}/overview", q.overview, "Everything in a few figures.", A(queues.Overview)),
+        get(listing, i.list, "Messages, newest first.", A(inspection.MessageList, (409,)), _LISTED),
+        get(
+            one,
+            i.one,
+            "One message and what each group did with it.",
+            A(inspection.MessageDetail, (404, 409)),
+        ),
+        delete(one, i.delete, "Take one message out.", A(inspection.MessageDeleted, (404, 409))),
+        post(
+            f"{one}/retry",
+            i.retry,
+            "Put a message's dead letters back.",
+            A(inspection.MessageRetried, (404, 409, 429)),
+            None,
+            (_GROUP,),
+        ),
+        post(
+            f"{one}/dlq",
+            i.bury,
+            "Send a message to the dead letters.",
+            A(inspection.Buried, (404, 409)),
+            None,
+            (_GROUP,),
+        ),
+        get(
             "/api/v1/journal",
             i.journal,
             "How messages were settled.",
-            None,
+            A(inspection.Journal, (404, 409)),
             (
                 _QUEUE,
                 P("partitionId", "string", "Of this partition."),
@@ -140,70 +222,149 @@ def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: En
                 _PAGE[0],
             ),
         ),
-        Route(
-            "GET", "/api/v1/dlq", d.list, "Dead letters.", None, (_QUEUE, _PARTITION, _GROUP, *_SPAN, *_PAGE)
+        get(
+            "/api/v1/dlq",
+            d.list,
+            "Dead letters.",
+            A(inspection.DeadLetterPage),
+            (_QUEUE, _PARTITION, _GROUP, *_SPAN, *_PAGE),
         ),
-        Route("POST", "/api/v1/dlq/{id}/retry", d.requeue, "Put a dead letter back."),
-        Route("DELETE", "/api/v1/dlq/{id}", d.delete, "Drop a dead letter."),
-        Route("GET", groups, g.list, "Consumer groups and their lag.", None, (_QUEUE,)),
-        Route(
-            "GET",
+        post(
+            "/api/v1/dlq/{id}/retry",
+            d.requeue,
+            "Put a dead letter back.",
+            A(inspection.Requeued, (404, 409, 429)),
+        ),
+        delete("/api/v1/dlq/{id}", d.delete, "Drop a dead letter.", A(inspection.Dropped, (404,))),
+        get(groups, g.list, "Consumer groups and their lag.", A(queues.GroupList), (_QUEUE,)),
+        get(
             f"{groups}/lagging",
             g.lagging,
             "Partitions where a group lags.",
-            None,
+            A(list[system.LaggingLane]),
             (P("minLagSeconds", "integer", "At least so long.", 0, 2**31 - 1),),
         ),
-        Route("GET", f"{groups}/{{group}}", g.one, "One group by partition."),
-        Route("DELETE", f"{groups}/{{group}}", g.delete, "Forget a group.", None, (_METADATA,)),
-        Route("DELETE", seek, g.delete, "Forget a group on one queue.", None, (_METADATA,)),
-        Route(
-            "POST",
+        get(f"{groups}/{{group}}", g.one, "One group by partition.", A(dict[str, queues.GroupQueue], (404,))),
+        delete(f"{groups}/{{group}}", g.delete, "Forget a group.", A(queues.GroupDeleted), (_METADATA,)),
+        delete(seek, g.delete, "Forget a group on one queue.", A(queues.GroupDeleted, (404,)), (_METADATA,)),
+        post(
             f"{groups}/{{group}}/subscription",
             g.subscribe,
             "Where the group starts.",
+            A(queues.Subscribed),
             bodies.SubscriptionBody,
         ),
-        Route("POST", f"{seek}/seek", g.seek, "Move a group.", bodies.SeekBody),
-        Route(
-            "POST",
+        post(f"{seek}/seek", g.seek, "Move a group.", A(queues.Sought, (404,)), bodies.SeekBody),
+        post(
             f"{seek}/partitions/{{partition}}/seek",
             g.seek,
             "Move a group on one partition.",
+            A(queues.Sought, (404,)),
             bodies.SeekBody,
         ),
-        Route("POST", "/api/v1/traces", i.trace, "Leave a note on a message.", bodies.TraceBody),
-        Route("GET", "/api/v1/traces/{partitionId}/{transactionId}", i.traces, "The notes on a message."),
-        Route("GET", "/api/v1/traces/by-name/{name}", i.traces_by_name, "The notes of a name.", None, _PAGE),
-        Route("GET", "/api/v1/traces/names", i.trace_names, "The names in use.", None, _PAGE),
-        Route("POST", "/streams/v1/queries", s.register, "Register a stream query.", bodies.StreamQueryBody),
-        Route("POST", "/streams/v1/state/get", s.state, "Read a query's state.", bodies.StateGetBody),
-        Route("POST", "/streams/v1/cycle", s.cycle, "State, pushes and ack of a cycle.", bodies.CycleBody),
-        Route("GET", upkeep, sys.maintenance, "Whether pushes are held back."),
-        Route(
-            "POST",
+        post(
+            "/api/v1/traces",
+            i.trace,
+            "Leave a note on a message.",
+            A(inspection.TraceLeft, (404, 409), 201),
+            bodies.TraceBody,
+        ),
+        get(
+            "/api/v1/traces/{partitionId}/{transactionId}",
+            i.traces,
+            "The notes on a message.",
+            A(inspection.TraceList, (404,)),
+        ),
+        get(
+            "/api/v1/traces/by-name/{name}",
+            i.traces_by_name,
+            "The notes of a name.",
+            A(inspection.TracePage, (409,)),
+            _PAGE,
+        ),
+        get("/api/v1/traces/names", i.trace_names, "The names in use.", A(inspection.TraceNamePage), _PAGE),
+        post(
+            "/streams/v1/queries",
+            s.register,
+            "Register a stream query.",
+            A(streams.RegisteredQuery, (409,)),
+            bodies.StreamQueryBody,
+        ),
+        post(
+            "/streams/v1/state/get",
+            s.state,
+            "Read a query's state.",
+            A(streams.StateAnswer, (404,)),
+            bodies.StateGetBody,
+        ),
+        post(
+            "/streams/v1/cycle",
+            s.cycle,
+            "State, pushes and ack of a cycle.",
+            A(streams.CycleAnswer, (404, 409, 429)),
+            bodies.CycleBody,
+        ),
+        get(upkeep, sys.maintenance, "Whether pushes are held back.", A(system.PushMaintenance)),
+        post(
             upkeep,
             sys.maintenance,
             "Hold pushes back in a file, or push them and go on.",
+            A(system.PushMaintenance),
             bodies.SwitchBody,
         ),
-        Route("GET", f"{upkeep}/pop", sys.pop_maintenance, "Whether pops are switched off."),
-        Route("POST", f"{upkeep}/pop", sys.pop_maintenance, "Switch pops off or on.", bodies.SwitchBody),
-        Route("POST", "/api/v1/stats/refresh", sys.refresh, "Do a round of housekeeping now."),
-        Route("GET", "/api/v1/status", sys.status, "Figures for a dashboard.", None, (_QUEUE, *_SPACE)),
-        Route("GET", "/api/v1/status/queues", sys.queues, "All queues in figures."),
-        Route("GET", "/api/v1/status/queues/{queue}", sys.queue, "One queue in figures."),
-        Route(
-            "GET", "/api/v1/status/queues/{queue}/messages", i.of_queue, "A queue's messages.", None, _PAGE
+        get(f"{upkeep}/pop", sys.pop_maintenance, "Whether pops are switched off.", A(system.PopMaintenance)),
+        post(
+            f"{upkeep}/pop",
+            sys.pop_maintenance,
+            "Switch pops off or on.",
+            A(system.PopMaintenance),
+            bodies.SwitchBody,
         ),
-        Route(
-            "GET", "/api/v1/status/analytics", sys.status, "Figures for a dashboard.", None, (_QUEUE, *_SPACE)
+        post("/api/v1/stats/refresh", sys.refresh, "Do a round of housekeeping now.", A(system.Refreshed)),
+        get("/api/v1/status", sys.status, "Figures for a dashboard.", A(system.Status), (_QUEUE, *_SPACE)),
+        get("/api/v1/status/queues", sys.queues, "All queues in figures.", A(system.QueueList)),
+        get(
+            "/api/v1/status/queues/{queue}", sys.queue, "One queue in figures.", A(system.QueueStatus, (404,))
         ),
-        Route("GET", "/api/v1/status/buffers", sys.buffers, "Pushes held back: none, ever."),
-        Route("GET", "/api/v1/analytics/system-metrics", sys.figures, "Processes in figures."),
-        Route("GET", "/api/v1/analytics/worker-metrics", sys.figures, "Processes in figures."),
-        Route("GET", "/health", sys.health, "Whether the server and its database work."),
-        Route("GET", "/metrics", sys.metrics, "Prometheus metrics."),
-        Route("GET", "/metrics/prometheus", sys.metrics, "Prometheus metrics."),
-        Route("GET", "/openapi.json", openapi, "This document."),
+        get(
+            "/api/v1/status/queues/{queue}/messages",
+            i.of_queue,
+            "A queue's messages.",
+            A(inspection.QueueMessages, (409,)),
+            _PAGE,
+        ),
+        get(
+            "/api/v1/status/analytics",
+            sys.status,
+            "Figures for a dashboard.",
+            A(system.Status),
+            (_QUEUE, *_SPACE),
+        ),
+        get(
+            "/api/v1/status/buffers",
+            sys.buffers,
+            "Pushes that are held back.",
+            A(system.Buffers, database=False),
+        ),
+        get(
+            "/api/v1/analytics/system-metrics",
+            sys.figures,
+            "Processes in figures.",
+            A(system.Workers, database=False),
+        ),
+        get(
+            "/api/v1/analytics/worker-metrics",
+            sys.figures,
+            "Processes in figures.",
+            A(system.Workers, database=False),
+        ),
+        get(
+            "/health",
+            sys.health,
+            "Whether the server and its database work.",
+            A(system.Health, refused={503: system.Unhealthy}),
+        ),
+        get("/metrics", sys.metrics, "Prometheus metrics.", A(str, database=False)),
+        get("/metrics/prometheus", sys.metrics, "Prometheus metrics.", A(str, database=False)),
+        get("/openapi.json", openapi, "This document.", A(dict[str, Any], database=False)),
     ]

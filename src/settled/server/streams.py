@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 from msgspec import Raw
 
-from settled.queue.types import QUEUE_MODE, CycleAck, StateOp
+from settled.queue.types import QUEUE_MODE, CycleAck, StateOp, StreamQuery
 
 from . import answers, bodies
 from .convert import partition_id, push_items
 from .exchange import Answer, Request, bad, ok
+from .openapi import Time
 from .parse import ERROR_LIMIT, decode, name
 
 if TYPE_CHECKING:
@@ -23,6 +24,48 @@ KEY_LIMIT = 4096
 _query = msgspec.json.Decoder(bodies.StreamQueryBody)
 _state = msgspec.json.Decoder(bodies.StateGetBody)
 _cycle = msgspec.json.Decoder(bodies.CycleBody)
+
+
+class RegisteredQuery(StreamQuery):
+    """A registered stream query; `fresh` if it was not known before."""
+
+    success: bool
+
+
+class StateValue(TypedDict):
+    """One key of a query's state."""
+
+    key: str
+    value: Any
+    updated_at: Time
+
+
+class StateAnswer(TypedDict):
+    """A query's state on one partition."""
+
+    success: bool
+    rows: list[StateValue]
+
+
+class CycleAcked(TypedDict):
+    """What became of the ack of a cycle."""
+
+    success: bool
+    count: int
+    lease_released: bool
+    dlq: bool
+
+
+class CycleAnswer(TypedDict):
+    """What one cycle committed; no `ack_result` without an ack."""
+
+    success: bool
+    query_id: str
+    partition_id: str
+    queueName: str
+    state_ops_applied: int
+    push_results: list[answers.Pushed]
+    ack_result: CycleAcked | None
 
 
 class Streams:

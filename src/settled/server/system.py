@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 import msgspec
 
 from settled._version import __version__
 from settled.queue.errors import Unavailable
+from settled.queue.types import QueueOptions
 
 from . import answers, bodies
 from .exchange import TEXT, Answer, Request, ok
 from .metrics import Board, Counters, Snapshot, render, snapshot
+from .openapi import Time
 from .parse import Query, decode
 
 if TYPE_CHECKING:
@@ -27,6 +29,207 @@ if TYPE_CHECKING:
 FIGURES_AGE = 2.0
 
 _switch = msgspec.json.Decoder(bodies.SwitchBody)
+
+
+class Counts(TypedDict):
+    """Messages by their state; `failed` is another name of `deadLetter`."""
+
+    total: int
+    pending: int
+    processing: int
+    completed: int
+    failed: int
+    deadLetter: int
+
+
+class Sums(TypedDict):
+    """Messages of several queues by their state; `dead` is another name of `deadLetter`."""
+
+    total: int
+    pending: int
+    processing: int
+    completed: int
+    dead: int
+    deadLetter: int
+
+
+class LaneRow(TypedDict):
+    """One partition in figures."""
+
+    id: str
+    name: str
+    createdAt: Time
+    oldestMessage: Time | None
+    newestMessage: Time | None
+    stats: Counts
+
+
+class QueueFacts(TypedDict):
+    """What is said of a queue everywhere."""
+
+    id: str
+    name: str
+    namespace: str
+    task: str
+    createdAt: Time
+    messages: Counts
+
+
+class QueueRow(QueueFacts):
+    """One queue of a list; `partitions` is their number."""
+
+    partitions: int
+
+
+class QueueList(TypedDict):
+    """Queues."""
+
+    queues: list[QueueRow]
+
+
+class QueueDetail(QueueFacts):
+    """One queue with its partitions."""
+
+    options: QueueOptions
+    totals: Counts
+    partitions: list[LaneRow]
+
+
+class GroupRow(TypedDict):
+    """One group on one queue with its lag; `members` are the leases it holds, times are seconds."""
+
+    name: str
+    topics: list[str]
+    queueName: str
+    members: int
+    partitions: int
+    partitionsWithLag: int
+    totalLag: int
+    maxTimeLag: float
+    state: Literal["Stable", "Lagging", "Dead"]
+    subscriptionMode: str | None
+    subscriptionTimestamp: Time | None
+    subscriptionCreatedAt: Time | None
+
+
+class LaggingLane(TypedDict):
+    """One partition where a group lags; `worker_id` is the lease on it."""
+
+    consumer_group: str
+    queue_name: str
+    partition_name: str
+    partition_id: str
+    worker_id: str | None
+    offset_lag: int
+    time_lag_seconds: float
+    lag_hours: float
+    oldest_unconsumed_at: Time | None
+    last_consumed_at: Time | None
+
+
+class GroupLane(TypedDict):
+    """One partition of a group; `workerId` is the lease on it."""
+
+    partition: str
+    partitionId: str
+    workerId: str | None
+    lastConsumedAt: Time | None
+    totalConsumed: int
+    offsetLag: int
+    timeLagSeconds: float
+    leaseActive: bool
+    leaseExpiresAt: Time | None
+
+
+class QueueStatus(QueueDetail):
+    """One queue with its partitions and groups."""
+
+    queue: str
+    groups: list[GroupRow]
+
+
+class Leases(TypedDict):
+    """Leases that are held now."""
+
+    active: int
+
+
+class Status(TypedDict):
+    """Figures for a dashboard."""
+
+    queues: list[QueueRow]
+    groups: list[GroupRow]
+    leases: Leases
+    deadLetters: int
+    workers: list[Snapshot]
+
+
+class Workers(TypedDict):
+    """The server's processes in figures."""
+
+    workers: list[Snapshot]
+
+
+class Buffers(TypedDict):
+    """Pushes that are held back, and those that could not be pushed after."""
+
+    buffers: list[str]
+    pending: int
+    failed: int
+
+
+class Server(TypedDict):
+    """The process that answers; `uptime` in seconds."""
+
+    server: Literal["running"]
+    version: str
+    worker_id: int
+    uptime: float
+
+
+class Health(Server):
+    """The server and its database work."""
+
+    status: Literal["healthy"]
+    database: Literal["connected"]
+    databaseLatencyMs: float
+
+
+class Unhealthy(Server):
+    """The server runs, and its database is away."""
+
+    status: Literal["unhealthy"]
+    database: Literal["disconnected"]
+    error: str
+
+
+class PushMaintenance(TypedDict):
+    """Whether pushes are held back, and how many."""
+
+    maintenanceMode: bool
+    bufferedMessages: int
+    bufferHealthy: bool
+    message: str
+
+
+class PopMaintenance(TypedDict):
+    """Whether pops are switched off."""
+
+    popMaintenanceMode: bool
+    message: str
+
+
+class Refreshed(TypedDict):
+    """What a round of housekeeping did; nothing is counted where another process is at it."""
+
+    success: bool
+    retained: NotRequired[int]
+    compacted: NotRequired[int]
+    expired: NotRequired[int]
+    journal: NotRequired[int]
+    activity: NotRequired[int]
+    leases: NotRequired[int]
+    consumers: NotRequired[int]
 
 
 class System:
@@ -61,7 +264,7 @@ class System:
 
     async def health(self, request: Request) -> Answer:
         """GET /health: 200 when Postgres answers, 503 when it does not."""
-        answer: dict[str, Any] = {
+        answer: Server = {
             "server": "running",
             "version": __version__,
             "worker_id": os.getpid(),
