@@ -62,6 +62,11 @@ class Delivery:
         # Whether the handler is through with it, settled or not.
         self.handled = False
 
+    @property
+    def deliveries(self) -> int:
+        """How often the broker has delivered this very copy: what a limit of its own counts."""
+        return self.attempt
+
     def metadata(self) -> Metadata:
         """The facts beside the payload; worked out only when asked for."""
         return Metadata(redelivery_count=self.attempt - 1, lane=self.lane)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias, assert_never
 
@@ -98,8 +98,16 @@ LEFT = Settlement(Leave(), signal="returned")
 RELEASED = Settlement(Nack(), level=logging.INFO, signal="cancelled")
 
 
-def decide(outcome: Outcome, policy: Policy, attempt: int = 1) -> Settlement:
+def _never(_: Action) -> bool:
+    return False
+
+
+def decide(
+    outcome: Outcome, policy: Policy, attempt: int = 1, gives_up: Callable[[Action], bool] = _never
+) -> Settlement:
     """How a message is settled after its `attempt`-th delivery came to `outcome`.
+
+    What the broker would give up if it was settled so is rejected instead: then its dead letter says why.
 
     >>> decide(Returned(), Policy())
     Settlement(action=Ack(), strike=False, level=10, pause=0.0, stop=False, signal='returned', errors=())
@@ -117,6 +125,8 @@ def decide(outcome: Outcome, policy: Policy, attempt: int = 1) -> Settlement:
             settlement = _raised(tuple(_leaves(error)), policy, attempt)
         case _:
             assert_never(outcome)
+    if gives_up(settlement.action):
+        settlement = _given_up(settlement, attempt)
     return _only_for_the_pump(settlement) if settled or policy.ack_on_delivery else settlement
 
 
@@ -217,6 +227,18 @@ def _exhausted(signal: str, leaves: Leaves, attempt: int) -> Settlement:
     text, why = f"{signal}: no attempts left after {attempt}", _text(leaves)
     reject = Reject(Reason.DELIVERY_ERROR, text if why == signal else f"{text}; {why}")
     return Settlement(reject, strike=True, level=logging.ERROR, signal=signal, errors=leaves)
+
+
+def _given_up(settlement: Settlement, attempt: int) -> Settlement:
+    signal, why = settlement.signal, _text(settlement.errors)
+    text = f"{signal}: no attempts left after {attempt}, by the broker's own limit"
+    return replace(
+        settlement,
+        action=Reject(Reason.DELIVERY_ERROR, text if why == signal else f"{text}; {why}"),
+        strike=settlement.strike or isinstance(settlement.action, Requeue),
+        level=max(settlement.level, logging.ERROR),
+        pause=0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

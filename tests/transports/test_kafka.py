@@ -40,6 +40,7 @@ from tests.brokers.kafka import (
     cluster,
 )
 from tests.conftest import Order
+from tests.transports.blocking import block_on_the_first
 from tests.transports.conformance import Conformance, Queue
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
@@ -699,3 +700,14 @@ def test_a_bridge_to_a_topic_that_cannot_be_ends(broker: KafkaBroker) -> None:
     broker.kafka.fail(PRODUCE, KafkaError.TOPIC_EXCEPTION, 1)
     with pytest.raises(ConfigurationError, match=f"publish to '{broker.queue}': Broker: Invalid topic"):
         carry(address(broker.kafka), broker.queue, b"1")
+
+
+def test_what_is_behind_a_message_that_is_not_acked_is_handled_and_that_one_is_a_dead_letter_in_the_end(
+    broker: KafkaBroker,
+) -> None:
+    app, settings = App(address(broker.kafka)), KafkaTopic(share=True, max_attempts=3)
+    handled = block_on_the_first(app, broker.queue, group=broker.queue, source=settings)
+    assert handled == {0: 3, 1: 1, 2: 1, 3: 1, 4: 1}
+    ((body, headers),) = broker.records(f"{broker.queue}.dead")
+    assert body == b"0"
+    assert "the bank is down" in headers["settled-error"]

@@ -61,7 +61,9 @@ class Bus(Protocol):
     def watch(self, error: BaseException | None) -> None: ...
 
 
-CAPABILITIES = Capabilities(reject=RejectMeans.NATIVE, delay=DelayMeans.PARKED, wakes=True, lanes=True)
+CAPABILITIES = Capabilities(
+    reject=RejectMeans.NATIVE, delay=DelayMeans.PARKED, wakes=True, lanes=True, counts_releases=True
+)
 
 
 class ServiceBusChannel:
