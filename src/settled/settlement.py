@@ -19,6 +19,19 @@ class Reason(StrEnum):
     UNACCEPTABLE = "unacceptable"
 
 
+def one_line(text: str, most: int = 2000) -> str:
+    r"""A text that any broker takes as a header: printable, and of so many bytes at most.
+
+    >>> one_line("no such\ncustomer\0"), one_line("no such customer", most=10)
+    ('no such customer', 'no such...')
+    """
+    printable = "".join(one if one.isprintable() else " " for one in text[:most])
+    line = " ".join(printable.split())
+    if len(text) <= most and len(line.encode()) <= most:
+        return line
+    return line.encode()[: most - 3].decode(errors="ignore").rstrip() + "..."
+
+
 @dataclass(frozen=True, slots=True)
 class Ack:
     """Done: it does not come again."""
@@ -42,6 +55,10 @@ class Reject:
 
     reason: Reason = Reason.DELIVERY_ERROR
     error: str = ""
+    """In one line, and short: no broker may refuse a dead letter because of what it says of itself."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "error", one_line(self.error))
 
 
 @dataclass(frozen=True, slots=True)
