@@ -372,6 +372,20 @@ def test_a_commit_that_fails_reaches_the_caller_and_the_next_one_makes_up_for_it
     assert one(broker.channel()).data == b"3"
 
 
+def test_a_consumer_that_its_group_has_left_behind_still_ends_and_leaves(broker: KafkaBroker) -> None:
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    channel = broker.channel()
+    first = one(channel)
+    broker.kafka.fail(OFFSET_COMMIT, KafkaError.UNKNOWN_MEMBER_ID, 20)
+    try:
+        with pytest.raises(LeaseLost, match="goes on without this consumer"):
+            channel.ack(first)
+        channel.close()
+    finally:
+        broker.kafka.works(OFFSET_COMMIT)
+    assert one(broker.channel()).data == b"1"
+
+
 def test_a_consumer_goes_on_when_the_brokers_are_back(broker: KafkaBroker) -> None:
     broker.publish(Outgoing(subject=broker.queue, data=b"1"))
     channel = broker.channel()
