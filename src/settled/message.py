@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Awaitable, Generator, Mapping
 from contextvars import ContextVar
@@ -162,7 +163,7 @@ class Message(Generic[T]):
 
     def nak(self, delay: float | None = None) -> Awaitable[None]:
         """Failed: comes again after `delay` seconds, by default after the broker's configured backoff."""
-        if delay is not None and not delay >= 0:
+        if delay is not None and not 0 <= delay < math.inf:
             raise ValueError(f"nak: delay must be 0 or more seconds, got {delay!r}")
         return self._settler.settle(self._delivery, Requeue(delay))
 

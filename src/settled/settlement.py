@@ -11,6 +11,8 @@ from typing import TypeAlias, assert_never
 from settled import signals
 from settled.policy import OnError, Policy
 
+LONGEST_DELAY = 365 * 86_400.0
+
 
 class Reason(StrEnum):
     """Why a message is rejected, as the dead letter records it."""
@@ -44,9 +46,18 @@ class Nack:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Failed: counts an attempt and comes again after `delay`, or after the broker's backoff if None."""
+    """Failed: counts an attempt and comes again after `delay`, or after the broker's backoff if None.
+
+    >>> Requeue(1e12) == Requeue(LONGEST_DELAY)
+    True
+    """
 
     delay: float | None = None
+    """In seconds, at most a year: what is longer brokers refuse, or take for no delay at all."""
+
+    def __post_init__(self) -> None:
+        if self.delay is not None and self.delay > LONGEST_DELAY:
+            object.__setattr__(self, "delay", LONGEST_DELAY)
 
 
 @dataclass(frozen=True, slots=True)

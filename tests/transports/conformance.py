@@ -20,7 +20,8 @@ from settled.message import Delivery, Message
 from settled.policy import Policy
 from settled.pump import Reactor
 from settled.pump.leases import Keeper
-from settled.settlement import Reason, Reject
+from settled.pump.settlers import perform
+from settled.settlement import Reason, Reject, Requeue
 from settled.subscriber import subscribe
 from settled.transports.base import AsyncChannel, Channel, LeaseLost, NackMeans, Outgoing, Published, Source
 
@@ -197,6 +198,11 @@ class Conformance:
         assert queue.empty()
         queue.broker.wait(1.5)
         queue.channel.ack(queue.one())
+
+    def test_a_delay_longer_than_any_broker_has_is_cut_and_is_still_a_delay(self, queue: Queue) -> None:
+        queue.publish(b"1")
+        perform(queue.channel, queue.one(), Requeue(1e12))
+        assert queue.empty()
 
     def test_a_requeue_of_no_delay_is_immediate(self, queue: Queue) -> None:
         queue.publish(b"1")
