@@ -260,7 +260,7 @@ def test_with_a_buffer_the_next_thing_handled_is_still_the_nacked_message(
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broker that gives a message up after one delivery, however it was settled."""
-    can = replace(memory.CAPABILITIES, max_attempts=1, counts_releases=True)
+    can = replace(memory.CAPABILITIES, max_attempts=1, counts_untried=True)
     monkeypatch.setattr(memory, "CAPABILITIES", can)
 
 

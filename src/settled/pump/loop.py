@@ -225,7 +225,7 @@ def _blocks_its_lane(delivery: Delivery, action: Action, can: Capabilities) -> b
     """
     match action:
         case Nack():
-            return delivery.ordered or not can.counts_releases
+            return delivery.ordered or not can.counts_untried
         case Requeue():
             return delivery.ordered
         case _:

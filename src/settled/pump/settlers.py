@@ -34,7 +34,7 @@ def perform(channel: Channel | AsyncChannel, delivery: Delivery, action: Action)
 
 def _or_reject(can: Capabilities, delivery: Delivery, action: Action) -> Action:
     """Also what is given back by hand, or at the stop, is not left to a broker that would give it up."""
-    if not can.counts_releases or not can.gives_up(delivery, action):
+    if not can.counts_untried or not can.gives_up(delivery, action):
         return action
     what = "released" if isinstance(action, Nack) else "failed"
     limit = f"the broker gives a message up after {can.max_attempts}"

@@ -71,7 +71,7 @@ class Capabilities:
     """How many seconds a delivery is a consumer's own; None if that is not known, or has no end."""
     max_attempts: int | None = None
     """After so many deliveries the broker itself gives a message up; None if it never does."""
-    counts_releases: bool = False
+    counts_untried: bool = False
     """Giving back is a delivery like any other to the broker, also of a message that nobody has tried."""
 
     def gives_up(self, delivery: Delivery, action: Action) -> bool:
@@ -80,7 +80,7 @@ class Capabilities:
             return False
         match action:
             case Nack():
-                return self.counts_releases
+                return self.counts_untried
             case Requeue(delay):
                 # A copy that is parked is counted from the start.
                 return not (self.delay is DelayMeans.PARKED and delay)

@@ -81,7 +81,7 @@ SHARED = Capabilities(
     extends=False,
     wakes=True,
     lanes=True,
-    counts_releases=True,
+    counts_untried=True,
 )
 
 

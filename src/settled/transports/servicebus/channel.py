@@ -61,7 +61,7 @@ class Bus(Protocol):
 
 
 CAPABILITIES = Capabilities(
-    reject=RejectMeans.NATIVE, delay=DelayMeans.PARKED, wakes=True, lanes=True, counts_releases=True
+    reject=RejectMeans.NATIVE, delay=DelayMeans.PARKED, wakes=True, lanes=True, counts_untried=True
 )
 
 
