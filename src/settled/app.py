@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -145,7 +146,7 @@ class App:
         An `id` makes a second publish of it a duplicate. Messages of one `lane` stay in order. An `event`
         makes it a CloudEvent, in `ce-` headers or, with `structured`, as one JSON document.
         """
-        if delay < 0:
+        if not 0 <= delay < math.inf:
             raise ValueError(f"publish: delay must be 0 or more seconds, got {delay!r}")
         data, content_type = codec.encode(payload, content_type)
         all_headers = {**(headers or {}), "content-type": content_type}

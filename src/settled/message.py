@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Awaitable, Generator, Mapping
 from contextvars import ContextVar
@@ -77,6 +78,11 @@ class Delivery:
         self.settled = False
         # Whether the handler is through with it, settled or not.
         self.handled = False
+
+    @property
+    def deliveries(self) -> int:
+        """How often the broker has delivered this very copy: what a limit of its own counts."""
+        return self.attempt
 
     def metadata(self) -> Metadata:
         """The facts beside the payload; worked out only when asked for."""
@@ -181,7 +187,7 @@ class Message(Generic[T]):
 
     def nak(self, delay: float | None = None) -> Awaitable[None]:
         """Failed: comes again after `delay` seconds, by default after the broker's configured backoff."""
-        if delay is not None and not delay >= 0:
+        if delay is not None and not 0 <= delay < math.inf:
             raise ValueError(f"nak: delay must be 0 or more seconds, got {delay!r}")
         return self._settler.settle(self._delivery, Requeue(delay))
 

@@ -15,7 +15,7 @@ from settled.pump.leases import Keeper
 from settled.pump.log import logger
 from settled.pump.loop import Strikes
 from settled.subscriber import Subscription
-from settled.transports.base import Attempts, Capabilities, NackMeans, Prepares, Transport
+from settled.transports.base import Attempts, Capabilities, DelayMeans, NackMeans, Prepares, Transport
 
 
 class Crew:
@@ -141,21 +141,24 @@ class Crew:
                 policy.requeue_count,
             )
         limit = capabilities.max_attempts
-        if limit is not None and not 0 < policy.requeue_count <= limit:
-            # Nobody may have asked for the default, which is no limit.
-            logger.log(
-                logging.WARNING if policy.requeue_count > 0 else logging.INFO,
-                "%s: allows %s attempts, but the broker gives a message up after %d: that many it has in all",
-                self.name,
-                policy.requeue_count if policy.requeue_count > 0 else "any number of",
-                limit,
-            )
         if limit is not None and capabilities.counts_releases and releases:
             logger.warning(
                 "%s: asks not to acknowledge, but the broker gives a message up after %d deliveries: "
                 "it does not block for ever",
                 self.name,
                 limit,
+            )
+        if limit is not None and not 0 <= policy.requeue_count <= limit:
+            parked = capabilities.delay is DelayMeans.PARKED
+            logger.log(
+                # Who said nothing leaves the budget to the broker.
+                logging.INFO if policy.requeue_count < 0 else logging.WARNING,
+                "%s: allows %s attempts, but the broker gives a message up after %d deliveries: "
+                "the failure of the last one is rejected%s",
+                self.name,
+                "unlimited" if policy.requeue_count < 0 else policy.requeue_count,
+                limit,
+                "; those after a delay do not count" if parked else "",
             )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias, assert_never
 
 from settled import signals
 from settled.policy import OnError, Policy
+
+LONGEST_DELAY = 365 * 86_400.0
 
 
 class Reason(StrEnum):
@@ -17,6 +19,19 @@ class Reason(StrEnum):
 
     DELIVERY_ERROR = "delivery error"
     UNACCEPTABLE = "unacceptable"
+
+
+def one_line(text: str, most: int = 2000) -> str:
+    r"""A text that any broker takes as a header: printable, and of so many bytes at most.
+
+    >>> one_line("no such\ncustomer\0"), one_line("no such customer", most=10)
+    ('no such customer', 'no such...')
+    """
+    printable = "".join(one if one.isprintable() else " " for one in text[:most])
+    line = " ".join(printable.split())
+    if len(text) <= most and len(line.encode()) <= most:
+        return line
+    return line.encode()[: most - 3].decode(errors="ignore").rstrip() + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +46,20 @@ class Nack:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Failed: counts an attempt and comes again after `delay`, or after the broker's backoff if None."""
+    """Failed: counts an attempt and comes again after `delay`, or after the broker's backoff if None.
+
+    >>> Requeue(1e12) == Requeue(LONGEST_DELAY)
+    True
+    """
 
     delay: float | None = None
+    """In seconds, at most a year: what is longer brokers refuse, or take for no delay at all."""
     error: str = field(default="", compare=False)
     """Why, for brokers that record it."""
+
+    def __post_init__(self) -> None:
+        if self.delay is not None and self.delay > LONGEST_DELAY:
+            object.__setattr__(self, "delay", LONGEST_DELAY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +68,10 @@ class Reject:
 
     reason: Reason = Reason.DELIVERY_ERROR
     error: str = ""
+    """In one line, and short: no broker may refuse a dead letter because of what it says of itself."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "error", one_line(self.error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +128,16 @@ LEFT = Settlement(Leave(), signal="returned")
 RELEASED = Settlement(Nack(), level=logging.INFO, signal="cancelled")
 
 
-def decide(outcome: Outcome, policy: Policy, attempt: int = 1) -> Settlement:
+def _never(_: Action) -> bool:
+    return False
+
+
+def decide(
+    outcome: Outcome, policy: Policy, attempt: int = 1, gives_up: Callable[[Action], bool] = _never
+) -> Settlement:
     """How a message is settled after its `attempt`-th delivery came to `outcome`.
+
+    What the broker would give up if it was settled so is rejected instead: then its dead letter says why.
 
     >>> decide(Returned(), Policy())
     Settlement(action=Ack(), strike=False, level=10, pause=0.0, stop=False, signal='returned', errors=())
@@ -119,6 +155,8 @@ def decide(outcome: Outcome, policy: Policy, attempt: int = 1) -> Settlement:
             settlement = _raised(tuple(_leaves(error)), policy, attempt)
         case _:
             assert_never(outcome)
+    if gives_up(settlement.action):
+        settlement = _given_up(settlement, attempt)
     return _only_for_the_pump(settlement) if settled or policy.ack_on_delivery else settlement
 
 
@@ -220,6 +258,18 @@ def _exhausted(signal: str, leaves: Leaves, attempt: int) -> Settlement:
     text, why = f"{signal}: no attempts left after {attempt}", _text(leaves)
     reject = Reject(Reason.DELIVERY_ERROR, text if why == signal else f"{text}; {why}")
     return Settlement(reject, strike=True, level=logging.ERROR, signal=signal, errors=leaves)
+
+
+def _given_up(settlement: Settlement, attempt: int) -> Settlement:
+    signal, why = settlement.signal, _text(settlement.errors)
+    text = f"{signal}: no attempts left after {attempt}, by the broker's own limit"
+    return replace(
+        settlement,
+        action=Reject(Reason.DELIVERY_ERROR, text if why == signal else f"{text}; {why}"),
+        strike=settlement.strike or isinstance(settlement.action, Requeue),
+        level=max(settlement.level, logging.ERROR),
+        pause=0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -34,12 +35,12 @@ class DontAck(Signal):
 
 
 class Defer(Signal):
-    """Try again after `delay` seconds; without one, after the policy's `requeue_delay`."""
+    """Try again after `delay` seconds, at most a year; without one, after the policy's `requeue_delay`."""
 
     def __init__(
         self, delay: float | None = None, reason: str = "", *, cause: BaseException | None = None
     ) -> None:
-        if delay is not None and not delay >= 0:
+        if delay is not None and not 0 <= delay < math.inf:
             raise ValueError(f"Defer: delay must be 0 or more seconds, got {delay!r}")
         super().__init__(reason, cause=cause)
         self.delay = delay

@@ -252,10 +252,11 @@ def test_a_payload_that_does_not_decode_never_reaches_the_handler(stage: Stage) 
     assert "Expected `int`, got `str` - at `$.id`" in dead.error
 
 
-def test_a_negative_nak_delay_is_refused(stage: Stage) -> None:
+def test_a_nak_delay_that_is_none_is_refused(stage: Stage) -> None:
     def behave(message: Message[Order]) -> Any:
-        with pytest.raises(ValueError, match="nak: delay must be 0 or more seconds, got -1"):
-            message.nak(-1)
+        for delay in (-1, float("inf"), float("nan")):
+            with pytest.raises(ValueError, match=f"nak: delay must be 0 or more seconds, got {delay}"):
+                message.nak(delay)
         return message.ack()
 
     stage.explicit(behave)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from settled.message import Delivery
 from settled.pump import Proactor, Reactor
 from settled.settlement import Reject as Rejection
 from settled.testing import NotIdle, Rehearsal
+from settled.transports import memory
 from settled.transports.base import Channel, LeaseLost, Outgoing, Source
 from settled.transports.lanes import QueueOptions
 from settled.transports.memory import MemoryTransport
@@ -253,6 +255,37 @@ def test_with_a_buffer_the_next_thing_handled_is_still_the_nacked_message(
     stage.publish(1, 2, 3, 4, lane=lane)
     stage.run()
     assert [call.id for call in stage.calls] == [1, 1, 1, 2, 3, 4]
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that gives a message up after one delivery, however it was settled."""
+    can = replace(memory.CAPABILITIES, max_attempts=1, counts_untried=True)
+    monkeypatch.setattr(memory, "CAPABILITIES", can)
+
+
+@pytest.mark.usefixtures("counting")
+def test_what_is_given_back_on_its_last_delivery_is_a_dead_letter(stage: Stage) -> None:
+    def behave(message: Message[Order]) -> Any:
+        match message.payload.id:
+            case 1:
+                return message.release()
+            case 2:
+                return message.nak(5)
+            case _:
+                raise ConfigurationError("no bank")
+
+    stage.explicit(behave, buffer=10)
+    stage.publish(1, 2, 3, 4)
+    stage.run()
+    assert [call.payload.id for call in stage.calls] == [1, 2, 3]
+    assert {dead.id: dead.error for dead in stage.rehearsal.dead_letters("orders")} == {
+        "m1": "released on delivery 1; the broker gives a message up after 1",
+        "m2": "failed on delivery 1; the broker gives a message up after 1",
+        "m3": "ConfigurationError: no attempts left after 1, by the broker's own limit; "
+        "ConfigurationError: no bank",
+        "m4": "released on delivery 1; the broker gives a message up after 1",
+    }
 
 
 @pytest.mark.parametrize("error", [Defer(5), ValueError("boom")])

@@ -261,3 +261,23 @@ def test_a_signal_never_becomes_a_plain_error(tree: BaseException, policy: Polic
     without = decide(Raised(BaseExceptionGroup("g", meant)), policy, attempt)
     assert type(with_noise.action) is type(without.action)
     assert not isinstance(with_noise.action, (Ack, Leave))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (DontAck("bank away"), "DontAck: no attempts left after 4, by the broker's own limit; bank away"),
+        (Defer(5), "Defer: no attempts left after 4, by the broker's own limit"),
+    ],
+)
+def test_what_the_broker_would_give_up_is_rejected_with_the_reason(error: Exception, words: str) -> None:
+    decided = decide(Raised(error), Policy(), 4, gives_up=lambda action: isinstance(action, (Nack, Requeue)))
+    assert decided.action == settlement.Reject(Reason.DELIVERY_ERROR, words)
+    assert (decided.strike, decided.level, decided.pause) == (True, logging.ERROR, 0)
+
+
+def test_an_app_that_is_set_up_wrongly_stops_also_if_its_message_is_rejected() -> None:
+    decided = decide(Raised(ConfigurationError("no bank")), Policy(), gives_up=lambda _: True)
+    assert isinstance(decided.action, settlement.Reject)
+    assert decided.stop
+    assert decided.level == logging.CRITICAL

@@ -49,9 +49,10 @@ def test_a_signal_survives_pickling(signal: DontAck) -> None:
     assert str(again) == str(signal)
 
 
-def test_a_negative_delay_is_refused_by_name_and_value() -> None:
-    with pytest.raises(ValueError, match=r"delay must be 0 or more seconds, got -1"):
-        Defer(-1)
+@pytest.mark.parametrize("delay", [-1, float("inf"), float("nan")])
+def test_a_delay_that_is_none_is_refused_by_name_and_value(delay: float) -> None:
+    with pytest.raises(ValueError, match=rf"delay must be 0 or more seconds, got {delay}"):
+        Defer(delay)
 
 
 def test_a_configuration_error_is_no_signal() -> None:

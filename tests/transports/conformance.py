@@ -20,7 +20,8 @@ from settled.message import Delivery, Message
 from settled.policy import Policy
 from settled.pump import Reactor
 from settled.pump.leases import Keeper
-from settled.settlement import Reason, Reject
+from settled.pump.settlers import perform
+from settled.settlement import Reason, Reject, Requeue
 from settled.subscriber import subscribe
 from settled.transports.base import AsyncChannel, Channel, LeaseLost, NackMeans, Outgoing, Published, Source
 
@@ -125,6 +126,10 @@ def slowly(queue: Queue) -> list[bytes]:
     return seen
 
 
+NASTY = "1 error for Order\nid\r\n  must be an int, got '\0\ud800\ufffe\x9f' " + 300_000 * "x"
+"""What brokers refuse in a header, each something else of it."""
+
+
 class Conformance:
     """The suite."""
 
@@ -194,6 +199,11 @@ class Conformance:
         queue.broker.wait(1.5)
         queue.channel.ack(queue.one())
 
+    def test_a_delay_longer_than_any_broker_has_is_cut_and_is_still_a_delay(self, queue: Queue) -> None:
+        queue.publish(b"1")
+        perform(queue.channel, queue.one(), Requeue(1e12))
+        assert queue.empty()
+
     def test_a_requeue_of_no_delay_is_immediate(self, queue: Queue) -> None:
         queue.publish(b"1")
         for attempt in (1, 2, 3):
@@ -202,14 +212,23 @@ class Conformance:
             queue.channel.requeue(delivery, 0)
         queue.channel.ack(queue.one())
 
-    @pytest.mark.parametrize("reason", list(Reason))
+    @pytest.mark.parametrize(
+        ("reason", "error", "told"),
+        [
+            (Reason.DELIVERY_ERROR, "no such customer", "no such customer"),
+            (Reason.UNACCEPTABLE, NASTY, "1 error for Order id must be an int, got ' ' xxxx"),
+        ],
+        ids=["plain", "nasty"],
+    )
     def test_a_rejected_message_is_a_dead_letter_with_its_body_and_error(
-        self, queue: Queue, reason: Reason
+        self, queue: Queue, reason: Reason, error: str, told: str
     ) -> None:
         queue.publish(b"poison")
-        queue.channel.reject(queue.one(), Reject(reason, "no such customer"))
+        queue.channel.reject(queue.one(), Reject(reason, error))
         assert queue.empty()
-        assert queue.broker.dead_letters() == [(b"poison", "no such customer")]
+        ((body, found),) = queue.broker.dead_letters()
+        assert body == b"poison"
+        assert found == told or (error is NASTY and found.startswith(told) and found.endswith("x..."))
 
     def test_an_unsettled_message_comes_again_when_its_lease_is_over(self, queue: Queue) -> None:
         queue.publish(b"1")

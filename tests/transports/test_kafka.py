@@ -41,6 +41,7 @@ from tests.brokers.kafka import (
     cluster,
 )
 from tests.conftest import Order
+from tests.transports.blocking import block_on_the_first
 from tests.transports.conformance import Conformance, Queue
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
@@ -379,6 +380,20 @@ def test_a_commit_that_fails_reaches_the_caller_and_the_next_one_makes_up_for_it
     assert bodies(drain(channel, 1)) == [b"2"]
     channel.close()
     assert one(broker.channel()).data == b"3"
+
+
+def test_a_consumer_that_its_group_has_left_behind_still_ends_and_leaves(broker: KafkaBroker) -> None:
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    channel = broker.channel()
+    first = one(channel)
+    broker.kafka.fail(OFFSET_COMMIT, KafkaError.UNKNOWN_MEMBER_ID, 20)
+    try:
+        with pytest.raises(LeaseLost, match="goes on without this consumer"):
+            channel.ack(first)
+        channel.close()
+    finally:
+        broker.kafka.works(OFFSET_COMMIT)
+    assert one(broker.channel()).data == b"1"
 
 
 def test_a_consumer_goes_on_when_the_brokers_are_back(broker: KafkaBroker) -> None:
@@ -724,3 +739,14 @@ def test_a_bridge_to_a_topic_that_cannot_be_ends(broker: KafkaBroker) -> None:
     broker.kafka.fail(PRODUCE, KafkaError.TOPIC_EXCEPTION, 1)
     with pytest.raises(ConfigurationError, match=f"publish to '{broker.queue}': Broker: Invalid topic"):
         carry(address(broker.kafka), broker.queue, b"1")
+
+
+def test_what_is_behind_a_message_that_is_not_acked_is_handled_and_that_one_is_a_dead_letter_in_the_end(
+    broker: KafkaBroker,
+) -> None:
+    app, settings = App(address(broker.kafka)), KafkaTopic(share=True, max_attempts=3)
+    handled = block_on_the_first(app, broker.queue, group=broker.queue, source=settings)
+    assert handled == {0: 3, 1: 1, 2: 1, 3: 1, 4: 1}
+    ((body, headers),) = broker.records(f"{broker.queue}.dead")
+    assert body == b"0"
+    assert "the bank is down" in headers["settled-error"]

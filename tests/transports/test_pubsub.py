@@ -18,6 +18,7 @@ from settled.transports.pubsub import PubSubTransport, Subscription
 from tests.brokers.looped import LoopedBroker, name
 from tests.brokers.processes import Server
 from tests.brokers.pubsub import emulator, emulator_jar, pubsub_server
+from tests.transports.blocking import block_on_the_first
 from tests.transports.conformance import Conformance
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
@@ -175,6 +176,21 @@ def test_the_limit_of_the_dead_letter_policy_is_known(server: Server) -> None:
         broker.close()
 
 
+def test_what_is_behind_a_message_that_is_not_acked_is_handled_and_that_one_is_a_dead_letter_in_the_end(
+    server: Server,
+) -> None:
+    settings = Subscription(max_attempts=5, ack_deadline=60)
+    broker = PubSubBroker(server, settings=settings)
+    try:
+        handled = block_on_the_first(App(url_of(server)), broker.queue, source=settings)
+        assert handled == {0: 5, 1: 1, 2: 1, 3: 1, 4: 1}
+        ((body, error),) = broker.dead_letters()
+        assert body == b"0"
+        assert "the bank is down" in error
+    finally:
+        broker.close()
+
+
 def test_settling_after_the_deadline_is_refused(broker: PubSubBroker) -> None:
     broker.publish(Outgoing(subject=broker.queue, data=b"1"))
     channel = broker.channel()
@@ -242,7 +258,7 @@ def test_a_long_error_is_cut_to_what_an_attribute_holds(broker: PubSubBroker) ->
     channel = broker.channel()
     (delivery,) = channel.receive(1, 10)
     channel.reject(delivery, Reject(error="ü" * 3000))
-    assert broker.dead_letters() == [(b"1", "ü" * 512)]
+    assert broker.dead_letters() == [(b"1", "ü" * 510 + "...")]
 
 
 def test_a_delay_beyond_the_longest_deadline_is_held(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

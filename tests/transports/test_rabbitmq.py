@@ -15,7 +15,7 @@ import aio_pika
 import aiormq
 import pytest
 
-from settled import App, ConfigurationError, DontAck, Message, Reject
+from settled import App, ConfigurationError, Defer, DontAck, Message, Reject
 from settled.message import Delivery
 from settled.portal import Portal
 from settled.pump import Counts
@@ -355,6 +355,26 @@ def test_the_limit_of_a_quorum_queue_is_told_at_the_start_and_loses_nothing(
     ((body, error),) = broker.dead_letters()
     assert body == b"1"
     assert "released on delivery 3; the queue's delivery limit is 2" in error
+
+
+def test_a_delay_is_a_copy_so_the_delivery_limit_does_not_cut_the_attempts(
+    open_broker: Callable[..., RabbitBroker], log: pytest.LogCaptureFixture
+) -> None:
+    broker = open_broker(delivery_limit=1)
+    broker.publish(Outgoing(subject=broker.queue, data=b"1"))
+    app = App(broker.server.url)
+    seen: list[int] = []
+
+    @app.subscriber(broker.queue, source=broker.settings, requeue_count=4)
+    async def handle(message: Message[int]) -> None:
+        seen.append(message.attempt)
+        raise Defer(0.05, "not yet")
+
+    run_until(app, lambda: app.status().counts.rejected > 0)
+    assert seen == [1, 2, 3, 4]
+    assert "allows 4 attempts, but the broker gives a message up after 2 deliveries" in log.text
+    ((_, error),) = broker.dead_letters()
+    assert error == "Defer: no attempts left after 4; not yet"
 
 
 def test_what_was_only_buffered_survives_the_limit(open_broker: Callable[..., RabbitBroker]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from azure.servicebus import ServiceBusMessage, ServiceBusSubQueue
 from azure.servicebus.amqp import AmqpAnnotatedMessage
 
-from settled import App, ConfigurationError
+from settled import App, ConfigurationError, Defer, Message
 from settled.message import Delivery
 from settled.settlement import Reason, Reject
 from settled.transports.base import DelayMeans, LeaseLost, Outgoing, RejectMeans, Source
@@ -21,6 +21,7 @@ from settled.transports.servicebus import Entity, ServiceBusTransport
 from tests.brokers.looped import LoopedBroker, name
 from tests.brokers.processes import Server
 from tests.brokers.servicebus import LOCK, servicebus_server
+from tests.transports.blocking import block_on_the_first
 from tests.transports.conformance import Conformance
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
@@ -407,3 +408,42 @@ def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carrie
     assert (totals.written, totals.rejected) == (2, 3)
     for why in ("MessageSizeExceeded", "message_id cannot be longer", "surrogates not allowed"):
         assert any(why in error for error in errors), why
+
+
+def test_what_is_behind_a_message_that_is_not_acked_is_handled_and_that_one_is_a_dead_letter_in_the_end(
+    broker: ServiceBusBroker,
+) -> None:
+    settings = Entity(max_delivery_count=3)
+    handled = block_on_the_first(App(url_of(broker.server)), broker.queue, source=settings)
+    assert handled == {0: 3, 1: 1, 2: 1, 3: 1, 4: 1}
+    ((body, error),) = broker.dead_letters()
+    assert body == b"0"
+    assert "DontAck: no attempts left after 3, by the broker's own limit; the bank is down" in error
+
+
+def test_a_delay_is_a_copy_so_the_limit_of_the_queue_does_not_cut_the_attempts(
+    broker: ServiceBusBroker, log: pytest.LogCaptureFixture
+) -> None:
+    app = App(url_of(broker.server))
+    attempts: list[int] = []
+
+    @app.subscriber(broker.queue, requeue_count=5, source=Entity(max_delivery_count=2))
+    async def handle(message: Message[int]) -> None:
+        attempts.append(message.attempt)
+        raise Defer(0.01, "not yet")
+
+    async def main() -> None:
+        await app.publish(broker.queue, 1)
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.serve(stop))
+        async with asyncio.timeout(60):
+            while not app.status().counts.rejected and not running.done():
+                await asyncio.sleep(0.02)
+        stop.set()
+        await running
+
+    asyncio.run(main())
+    assert attempts == [1, 2, 3, 4, 5]
+    assert "allows 5 attempts, but the broker gives a message up after 2 deliveries" in log.text
+    ((_, error),) = broker.dead_letters()
+    assert error == "Defer: no attempts left after 5; not yet"

@@ -19,6 +19,7 @@ from settled.transports.sqs import Queue, SqsTransport
 from tests.brokers.looped import LoopedBroker, name
 from tests.brokers.processes import Server
 from tests.brokers.sqs import CREDENTIALS, sqs_server
+from tests.transports.blocking import block_on_the_first
 from tests.transports.conformance import Conformance
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
@@ -373,3 +374,16 @@ def test_after_twelve_hours_a_message_can_be_given_back_but_not_kept(broker: Sqs
     channel.requeue(delivery, 5)
     (again,) = channel.receive(1, 10)
     channel.ack(again)
+
+
+def test_what_is_behind_a_message_that_is_not_acked_is_handled_and_that_one_is_a_dead_letter_in_the_end(
+    broker: SqsBroker, url: str
+) -> None:
+    queue, dead = name(), name()
+    broker.call("create_queue", QueueName=dead)
+    policy = {"deadLetterTargetArn": f"arn:aws:sqs:eu-west-1:123456789012:{dead}", "maxReceiveCount": 2}
+    broker.call("create_queue", QueueName=queue, Attributes={"RedrivePolicy": json.dumps(policy)})
+    assert block_on_the_first(App(url), queue) == {0: 2, 1: 1, 2: 1, 3: 1, 4: 1}
+    ((body, error),) = broker.read(Source(channel=dead))
+    assert body == b"0"
+    assert "the bank is down" in error

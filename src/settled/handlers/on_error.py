@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ def defer_on_error(delay: float | Backoff | None = None) -> Callable[[H], H]:
     """
     if callable(delay):
         raise ConfigurationError("defer_on_error: call it, as @defer_on_error() or @defer_on_error(5)")
-    if isinstance(delay, (int, float)) and not delay >= 0:
+    if isinstance(delay, (int, float)) and not 0 <= delay < math.inf:
         raise ConfigurationError(f"defer_on_error: delay must be 0 or more seconds, got {delay!r}")
 
     def defer(error: Exception) -> Signal:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from settled.clock import Bell, Clock
 from settled.message import Delivery, Settler
-from settled.policy import Policy
 from settled.pump.log import SettlementLog, logger
 from settled.pump.loop import Counts, Effect, Status, Stopped, Strikes, pump
 from settled.pump.settlers import AwaitableSettler, BlockingSettler
 from settled.settlement import describe
 from settled.subscriber import Subscription
-from settled.transports.base import AsyncChannel, Buffers, Capabilities, Channel
+from settled.transports.base import AsyncChannel, Buffers, Channel
 
 C = TypeVar("C", bound=Channel | AsyncChannel)
 
@@ -66,14 +64,13 @@ class Pump(Generic[C]):
 
     def _effects(self) -> Generator[Effect, Any, Stopped]:
         self.status = Status.STARTED
-        capabilities = self.channel.capabilities
         return pump(
-            _within(self.subscription.policy, capabilities),
+            self.subscription.policy,
             counts=self.counts,
             strikes=self.strikes,
             stopping=lambda: self._stop.rung > 0,
             log=SettlementLog(self.subscription.source.channel),
-            wakes=capabilities.wakes,
+            can=lambda: self.channel.capabilities,
             until_idle=self._until_idle,
         )
 
@@ -85,11 +82,3 @@ class Pump(Generic[C]):
 
     def _crashed(self, error: BaseException) -> Stopped:
         return self._ended(Stopped(Status.ERROR, describe(error), error))
-
-
-def _within(policy: Policy, capabilities: Capabilities) -> Policy:
-    """The policy with the broker's own limit on attempts: the last failure is rejected with its reason."""
-    limit = capabilities.max_attempts
-    if limit is None or 0 <= policy.requeue_count <= limit:
-        return policy
-    return replace(policy, requeue_count=limit)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -30,6 +31,7 @@ from settled.settlement import (
     decide,
     describe,
 )
+from settled.transports.base import Capabilities
 
 
 class Receive(msgspec.Struct, frozen=True, gc=False):
@@ -158,11 +160,12 @@ def pump(
     strikes: Strikes,
     stopping: Callable[[], bool],
     log: SettlementLog,
-    wakes: bool = False,
+    can: Callable[[], Capabilities],
     until_idle: bool = False,
 ) -> Generator[Effect, Any, Stopped]:
     """Receive, handle and settle until told to stop, or until the limit is reached.
 
+    What the channel `can` do may be known only when messages have come.
     `until_idle` ends it at the first empty receive, for tests and one-off runs.
     """
     buffered: deque[Delivery] = deque()
@@ -182,7 +185,7 @@ def pump(
                 buffered.extend(got)
             elif until_idle:
                 return Stopped(Status.STOPPED, "idle")
-            elif not wakes:
+            elif not can().wakes:
                 yield Pause(policy.empty_delay)
             continue
         if policy.ack_on_delivery and (failed := (yield Settle(buffered[0], Ack()))) is not None:
@@ -198,8 +201,8 @@ def pump(
             counts.settle_failed += 1
             log.settle_failed(delivery, ACKED.action, outcome)
             continue
-        settlement = decide(outcome, policy, delivery.attempt)
-        if buffered and _blocks_its_lane(delivery, settlement.action):
+        settlement = decide(outcome, policy, delivery.attempt, partial(can().gives_up, delivery))
+        if buffered and _blocks_its_lane(delivery, settlement.action, can()):
             yield from _release([d for d in buffered if d.lane == delivery.lane], counts, log)
             buffered = deque(d for d in buffered if d.lane != delivery.lane)
         yield from _settle(delivery, settlement, counts, log)
@@ -215,9 +218,19 @@ def pump(
     return stopped
 
 
-def _blocks_its_lane(delivery: Delivery, action: Action) -> bool:
-    """Whether what is buffered behind this message has to wait for it, and so must be given back."""
-    return isinstance(action, Nack) or (isinstance(action, Requeue) and delivery.ordered)
+def _blocks_its_lane(delivery: Delivery, action: Action, can: Capabilities) -> bool:
+    """Whether what is buffered behind this message has to wait for it, and so must be given back.
+
+    Where order does not ask for it, it must cost those messages nothing: a broker that counts what is given
+    back would in the end give them up, though nobody has tried them.
+    """
+    match action:
+        case Nack():
+            return delivery.ordered or not can.counts_untried
+        case Requeue():
+            return delivery.ordered
+        case _:
+            return False
 
 
 def _release(

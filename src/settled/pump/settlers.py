@@ -8,12 +8,15 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, assert_never
 
 from settled.message import DONE, Delivery
-from settled.settlement import Ack, Action, Leave, Nack, Reject, Requeue
-from settled.transports.base import AsyncChannel, Channel
+from settled.pump.log import logger
+from settled.settlement import Ack, Action, Leave, Nack, Reason, Reject, Requeue
+from settled.transports.base import AsyncChannel, Capabilities, Channel
 
 
 def perform(channel: Channel | AsyncChannel, delivery: Delivery, action: Action) -> Awaitable[None] | None:
     """The channel's call for an action; awaitable if the channel is."""
+    if not isinstance(action, Ack):
+        action = _or_reject(channel.capabilities, delivery, action)
     match action:
         case Ack():
             return channel.ack(delivery)
@@ -28,6 +31,17 @@ def perform(channel: Channel | AsyncChannel, delivery: Delivery, action: Action)
             raise ValueError(f"message {delivery.id!r}: a message that is left alone is not settled")
         case _:
             assert_never(action)
+
+
+def _or_reject(can: Capabilities, delivery: Delivery, action: Action) -> Action:
+    """Also what is given back by hand, or at the stop, is not left to a broker that would give it up."""
+    if not can.counts_untried or not can.gives_up(delivery, action):
+        return action
+    what = "released" if isinstance(action, Nack) else "failed"
+    limit = f"the broker gives a message up after {can.max_attempts}"
+    error = f"{what} on delivery {delivery.deliveries}; {limit}"
+    logger.error("dead letter message_id=%s channel=%s cause=%r", delivery.id, delivery.subject, error)
+    return Reject(Reason.DELIVERY_ERROR, error)
 
 
 class BlockingSettler:

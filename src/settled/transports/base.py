@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 from settled.message import Delivery
-from settled.settlement import Reject
+from settled.settlement import Action, Nack, Reject, Requeue
 
 
 class NackMeans(Enum):
@@ -73,6 +73,21 @@ class Capabilities:
     """After so many deliveries the broker itself gives a message up; None if it never does."""
     counts_releases: bool = True
     """A delivery that was given back is one of them too."""
+    counts_untried: bool = False
+    """Giving back is a delivery like any other to the broker, also of a message that nobody has tried."""
+
+    def gives_up(self, delivery: Delivery, action: Action) -> bool:
+        """Whether the broker would answer this by giving the message up, with no word on why."""
+        if self.max_attempts is None or delivery.deliveries < self.max_attempts:
+            return False
+        match action:
+            case Nack():
+                return self.counts_untried
+            case Requeue(delay):
+                # A copy that is parked is counted from the start.
+                return not (self.delay is DelayMeans.PARKED and delay)
+            case _:
+                return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,6 @@ from settled.message import Delivery
 from settled.settlement import Reason, Reject
 from settled.transports.base import Outgoing, Source
 
-LONGEST_ERROR = 8000
-"""More than that is no header's value: a letter that is refused for it would be tried for ever."""
-
 
 def destination(source: Source, rejection: Reject) -> str | None:
     """The channel that a subscription wants this one rejected to; None if it named none.
@@ -33,7 +30,7 @@ def letter(delivery: Delivery, rejection: Reject, group: str, to: str) -> Outgoi
         "settled-subject": delivery.subject,
         "settled-group": group,
         "settled-reason": rejection.reason.value,
-        "settled-error": rejection.error[:LONGEST_ERROR],
+        "settled-error": rejection.error,
         "settled-attempts": str(delivery.attempt),
     }
     # One letter a group and message, also if the same id was rejected in two lanes.

@@ -75,7 +75,14 @@ class ShareDelivery(Delivery):
         )
 
 
-SHARED = Capabilities(nack=NackMeans.RELEASE, delay=DelayMeans.HELD, extends=False, wakes=True, lanes=True)
+SHARED = Capabilities(
+    nack=NackMeans.RELEASE,
+    delay=DelayMeans.HELD,
+    extends=False,
+    wakes=True,
+    lanes=True,
+    counts_untried=True,
+)
 
 
 class ShareChannel:

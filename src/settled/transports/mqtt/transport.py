@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
@@ -30,7 +29,7 @@ from settled.transports.base import (
 from settled.transports.letters import destination, letter
 from settled.transports.looped import LoopTransport
 from settled.transports.mqtt.session import MqttDelivery, MqttTopic, Session
-from settled.transports.mqtt.wire import Login, Refused, Wire, in_text
+from settled.transports.mqtt.wire import Login, Refused, Wire
 from settled.transports.urls import certificates, file, option, port_of, split
 
 _OPTIONS = (
@@ -262,9 +261,7 @@ class MqttChannel:
 
     async def _bury(self, dead: Outgoing, mine: MqttDelivery) -> None:
         hub = await self._transport.connection()
-        # The message came over MQTT as it is; why it is rejected may be said in several lines.
-        headers = {**dead.headers, "settled-error": in_text(dead.headers["settled-error"])}
-        await hub.publish(replace(dead, headers=headers), unheard=False)
+        await hub.publish(dead, unheard=False)
         await self._ours().ack(mine)
 
     async def _or_later(self, mine: MqttDelivery, settle: Coroutine[Any, Any, None]) -> None:

@@ -348,15 +348,6 @@ def _check(subject: str, identity: str, headers: Mapping[str, str]) -> None:
             )
 
 
-def in_text(value: str) -> str:
-    """A text as MQTT can carry it.
-
-    >>> in_text("no such customer\\n  at line 3")
-    'no such customer at line 3'
-    """
-    return " ".join(_UNFIT.sub(" ", value).split())
-
-
 def _pending(one: Any) -> bool:
     """Whether TLS has read more from the socket than it has handed out: the selector does not know."""
     pending = getattr(one, "pending", None)

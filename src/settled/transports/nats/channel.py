@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from settled.message import Delivery
-from settled.settlement import Reason, Reject
+from settled.settlement import Reason, Reject, one_line
 from settled.transports.base import Capabilities, NackMeans, Source
 from settled.transports.nats.advisories import OURS
 from settled.transports.nats.connection import Connection, logger
@@ -147,7 +147,7 @@ class NatsChannel:
         mine, consumer = self._mine(delivery)
         # Stored and confirmed first: if that fails, the message is still the server's.
         await self._reader.office.write(Letter.of(mine, rejection), self._source)
-        reason = " ".join(f"{OURS}{rejection.reason.value}: {rejection.error}".split())[:500]
+        reason = one_line(f"{OURS}{rejection.reason.value}: {rejection.error}", 500)
         await self._tell(mine, f"+TERM {reason}".encode())
         consumer.unsettled.discard(mine.sequence)
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import nats.js.errors
 from nats.js.api import StreamConfig
 
-from settled.settlement import Reason, Reject
+from settled.settlement import Reason, Reject, one_line
 from settled.signals import ConfigurationError
 from settled.transports.base import Source
 from settled.transports.letters import destination
@@ -20,7 +20,6 @@ from settled.transports.nats.sources import Consumer
 
 _WRONG_LAST_SEQUENCE = 10071
 _NAME_IN_USE = 10058
-_LONGEST_ERROR = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ class Letter:
             "settled-sequence": str(self.sequence),
             "settled-published": stored.isoformat() if self.stored_ns else "",
             "settled-reason": self.reason.value,
-            "settled-error": " ".join(self.error.split())[:_LONGEST_ERROR],
+            "settled-error": one_line(self.error),
             "settled-attempts": str(self.attempts),
             MSG_ID: f"settled-dead:{self.identity}",
         }

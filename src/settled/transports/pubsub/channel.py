@@ -234,7 +234,7 @@ class PubSubChannel:
 
 def capabilities(found: pubsub.Subscription | None) -> Capabilities:
     if found is None:
-        return Capabilities(wakes=True, lanes=True)
+        return Capabilities(wakes=True, lanes=True, counts_untried=True)
     limit = found.dead_letter_policy.max_delivery_attempts or None
     return Capabilities(
         attempts=Attempts.NONE if limit is None else Attempts.BROKER,
@@ -242,6 +242,7 @@ def capabilities(found: pubsub.Subscription | None) -> Capabilities:
         lanes=True,
         lease=found.ack_deadline_seconds,
         max_attempts=limit,
+        counts_untried=True,
     )
 
 

@@ -22,6 +22,7 @@ from google.pubsub_v1 import types as pubsub
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcAsyncIOTransport
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcAsyncIOTransport
 
+from settled.settlement import one_line
 from settled.signals import ConfigurationError
 from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Published, Source
 from settled.transports.looped import LoopTransport
@@ -246,4 +247,4 @@ def _cut(name: str, value: str) -> str:
     """An error may be longer than an attribute; anything else is refused by Pub/Sub rather than cut."""
     if name != "settled-error":
         return value
-    return value.encode()[:_LONGEST_ATTRIBUTE].decode(errors="ignore")
+    return one_line(value, _LONGEST_ATTRIBUTE)

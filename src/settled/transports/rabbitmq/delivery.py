@@ -40,6 +40,10 @@ class RabbitDelivery(Delivery):
         self.tag = int(message.delivery.delivery_tag or 0)
         self.consumer = message.delivery.consumer_tag
 
+    @property
+    def deliveries(self) -> int:
+        return 1 + self.counted
+
     def metadata(self) -> Metadata:
         return Metadata(
             timestamp=self.properties.timestamp,

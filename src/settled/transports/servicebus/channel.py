@@ -43,7 +43,6 @@ _SLICE = 0.5
 """How long one request may wait: a wake, or a settlement by another task, has to wait for its end."""
 _LOOK_AGAIN = 0.05
 _ACCEPT_FOR = 5.0
-_LONGEST_TEXT = 4096
 # What a lock may be; a clock that goes wrong here must not make it longer.
 _SHORTEST_LOCK, _LONGEST_LOCK = 1.0, 300.0
 _GONE = (MessageLockLostError, SessionLockLostError, MessageAlreadySettled, MessageNotFoundError)
@@ -61,7 +60,9 @@ class Bus(Protocol):
     def watch(self, error: BaseException | None) -> None: ...
 
 
-CAPABILITIES = Capabilities(reject=RejectMeans.NATIVE, delay=DelayMeans.PARKED, wakes=True, lanes=True)
+CAPABILITIES = Capabilities(
+    reject=RejectMeans.NATIVE, delay=DelayMeans.PARKED, wakes=True, lanes=True, counts_untried=True
+)
 
 
 class ServiceBusChannel:
@@ -225,7 +226,7 @@ class ServiceBusChannel:
             await mine.receiver.dead_letter_message(
                 message,
                 reason=rejection.reason.value,
-                error_description=rejection.error[:_LONGEST_TEXT] or rejection.reason.value,
+                error_description=rejection.error or rejection.reason.value,
             )
 
         await self._settle(mine, bury)

@@ -40,6 +40,10 @@ class ServiceBusDelivery(Delivery):
         self.message = message
         self.receiver = receiver
 
+    @property
+    def deliveries(self) -> int:
+        return (self.message.delivery_count or 0) + 1
+
     def metadata(self) -> Metadata:
         return Metadata(
             stream_sequence=self.message.sequence_number,

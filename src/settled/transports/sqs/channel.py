@@ -82,7 +82,7 @@ class SqsDelivery(BatchedDelivery):
         )
 
 
-CAPABILITIES = Capabilities(wakes=True)
+CAPABILITIES = Capabilities(wakes=True, counts_untried=True)
 
 
 class SqsChannel:
