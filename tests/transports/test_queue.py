@@ -258,7 +258,7 @@ def test_an_app_keeps_to_the_queues_own_limit_and_says_so(
     assert status_of(app, broker, Order(1)).counts.rejected == 1
     assert attempts == [1, 2]
     [(_, error)] = broker.dead_letters()
-    assert error == "Defer: no attempts left after 2; the bank said no 2 times"
+    assert error == "Defer: no attempts left after 2, by the broker's own limit; the bank said no 2 times"
     assert "allows 6 attempts, but the broker gives a message up after 2" in caplog.text
     assert "allows any number of attempts, but the broker gives a message up after 3" in caplog.text
 
