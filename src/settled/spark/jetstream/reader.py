@@ -85,10 +85,8 @@ class Reader:
         found = self._link.run(lambda c: setting.look_up(c, self._settings), patience=PATIENCE)
         self._bucket.make(found.replicas)
         outbox.prepare(self._link, found.terms, found.replicas)
-        if streaming:
-            self._link.run(self._answer)
         deadline = time.monotonic() + PATIENCE
-        while not self._take("stream" if streaming else "batch"):
+        while not self._take(streaming):
             if time.monotonic() > deadline:
                 until = time.strftime("%H:%M:%S", time.gmtime(self._read_hold()[0].until))
                 raise Conflict(
@@ -104,11 +102,15 @@ class Reader:
         value = self._bucket.get(f"{self._key}.hold")
         return (_decode_hold(value.data) if value.data else Hold("", "", 0.0)), value
 
-    def _take(self, kind: str) -> bool:
+    def _take(self, streaming: bool) -> bool:
         hold, value = self._read_hold()
-        others = hold.holder != self._holder and hold.until > time.time()
+        # A second query of the same rows has the same name, and is another one all the same.
+        others = hold.until > time.time() and (hold.holder != self._holder or streaming)
         if others and (hold.kind != "stream" or self._link.run(lambda c: _lives(c, hold.holder))):
             return False
+        if streaming:
+            self._link.run(self._answer)
+        kind = "stream" if streaming else "batch"
         mine = Hold(self._holder, kind, time.time() + self._settings.lease_seconds)
         return self._bucket.replace(f"{self._key}.hold", msgspec.json.encode(mine), value) is not None
 
