@@ -132,9 +132,16 @@ def read_task(settings: Options, task: InputPartition) -> Iterator[pa.RecordBatc
     for chunk in chunks:
         arrays = chunk.arrays(batch)
         if settings.payload == "string":
-            arrays[8] = arrays[8].cast(pa.string())
+            arrays[8] = _texts(arrays[8])
         yield pa.RecordBatch.from_arrays(arrays, names=schema.names)
     spare("rows")
+
+
+def _texts(data: pa.Array) -> pa.Array:
+    try:
+        return data.cast(pa.string())
+    except pa.ArrowInvalid:  # not all of it is UTF-8
+        return pa.array([raw.decode(errors="replace") for raw in data.to_pylist()], pa.string())
 
 
 class BatchReader(DataSourceReader):
