@@ -75,6 +75,7 @@ def read_queue(
         "deadLetter": dead_letter,
     }
     given = {name: value for name, value in nats.items() if value}
+    given["startingPosition"] = starting
     named = Options.parse({"url": url, "queue": queue, "group": group, "ordering": ordering, **given})
     if not named.group:
         raise BadRequest("consumer" if named.on_nats else "group", "", "a pipeline settles for one: name it")
@@ -86,7 +87,6 @@ def read_queue(
         | {
             "maxRows": "all" if max_rows is None else str(max_rows),
             "tasks": str(tasks or _parallelism(spark)),
-            "startingPosition": starting,
         }
     )
     return _with_payload(Reading(spark, options, origin, streaming).load(), payload)

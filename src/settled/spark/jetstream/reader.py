@@ -75,6 +75,7 @@ class Reader:
         self._in_order = settings.ordering == "in_order"
         self._finished = 0
         self._missed = 0
+        self._name = ""
 
     def hold(self, *, streaming: bool) -> None:
         """Become the holder, taking over from one that is gone; Conflict if another one lives.
@@ -195,6 +196,12 @@ class Reader:
             return int(info.state.last_seq)
 
         return Horizon(time.time(), self._link.run(work))
+
+    def source(self) -> str:
+        """The name of the books, which are of one stream and consumer, and of no later ones."""
+        if not self._name:
+            self._name = self._own_books()[0].name
+        return self._name
 
     def settled_up_to(self) -> int:
         """The number of the last batch that is done."""
