@@ -242,7 +242,7 @@ class KafkaChannel:
             wanted = _wanted(lanes)
         try:
             self._commit_now(consumer, wanted)
-        except (KafkaException, LeaseLost) as error:
+        except KafkaException as error:
             logger.warning("%s: not committed before giving up partitions: %s", self._source.channel, error)
         self._lost(consumer, places)
 
