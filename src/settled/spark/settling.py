@@ -13,7 +13,7 @@ from settled.spark.attempts import ACK, DEAD, INVALID
 from settled.spark.options import Options, is_nats
 from settled.spark.origin import Origin
 
-LONGEST_DELAY = 366 * 86_400.0  # seconds, as the queue itself allows
+LONGEST_DELAY = 365 * 86_400.0  # seconds; the queue itself takes hardly more
 
 
 def settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]:
