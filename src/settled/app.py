@@ -123,7 +123,7 @@ class App:
             frame = inspect.currentframe()
             names = frame.f_back.f_locals if frame is not None and frame.f_back is not None else {}
             self.subscriptions.append(subscribe(handler, read, chosen, names))
-            mark_subscribed(handler)
+            mark_subscribed(handler, chosen)
             return handler
 
         return register

@@ -169,8 +169,11 @@ def test_a_holder_that_lives_is_not_replaced_and_one_that_was_is_refused(
     second = stall.query(stream)
     with monkeypatch.context() as patch:
         patch.setattr(reader, "PATIENCE", 1.0)
-        with pytest.raises(Conflict, match="is read by another Spark query until"):
-            second.hold()
+        same_rows = stall.query(stream, holder=first.settings.holder)
+        for other in (second, same_rows):
+            with pytest.raises(Conflict, match="is read by another Spark query until"):
+                other.hold()
+        same_rows.close()
     # It stops answering, as if it had been killed: no lease to wait for.
     first.reader.close()
     second.hold()

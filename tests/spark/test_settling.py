@@ -15,6 +15,7 @@ import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import ArrayType, LongType
 
 from settled import ConfigurationError, Defer, DontAck, Invalid, Message, Reject, current_message
 from settled.handlers import defer_on_error, reject_on_error
@@ -423,8 +424,8 @@ def test_workers_take_the_installed_pyspark_and_not_its_packed_sources(spark: Sp
     assert ".zip" not in found
 
 
-def test_a_handler_that_cannot_work_is_refused_before_the_query_starts(
-    spark: SparkSession, shop: Shop
+def test_what_cannot_work_is_refused_before_the_query_starts(
+    spark: SparkSession, shop: Shop, checkpoint: str
 ) -> None:
     async def later(order: Order) -> None: ...
 
@@ -433,8 +434,17 @@ def test_a_handler_that_cannot_work_is_refused_before_the_query_starts(
         read_queue(spark, queue, "g", url=shop.dsn).transform(attempt(later))
     with pytest.raises(BadRequest, match=r"must be the queue's database.*got 'http://127.0.0.1:6632'"):
         read_queue(spark, queue, "g", url="http://127.0.0.1:6632")
+    for wrong in ("array<int>", "string", ArrayType(LongType()), "not a ddl ((", object):
+        with pytest.raises(BadRequest, match="payload"):
+            read_queue(spark, queue, "g", url=shop.dsn, payload=wrong)
+    with pytest.raises(BadRequest, match="startingPosition: must be earliest, latest or a time"):
+        read_queue(spark, queue, "g", url=shop.dsn, starting="foo")
     with pytest.raises(Conflict, match="read_queue"):
         spark.range(1).transform(attempt(charge))
+    stream = spark.readStream.format("settled").options(url=shop.dsn, queue=queue).load()
+    with pytest.raises(StreamingQueryException, match="a stream settles for a group: name one") as caught:
+        finished(stream.writeStream.format("noop").option("checkpointLocation", checkpoint))
+    assert "UnboundLocalError" not in str(caught.value)
 
 
 def test_a_killed_worker_process_is_replaced_and_nothing_is_settled_twice(
@@ -519,6 +529,10 @@ def test_a_deleted_checkpoint_goes_on_and_a_foreign_one_is_refused(
         time.sleep(0.1)
     with pytest.raises(StreamingQueryException, match="checkpoint belongs to group 'g' of queue"):
         run(attempted("fused", spark, shop, other))
+    shop.wait(shop.engine.delete_queue(queue))
+    shop.push(queue, orders("good"))
+    with pytest.raises(StreamingQueryException, match="the queue was deleted and made anew"):
+        run(attempted("fused", spark, shop, queue))
 
 
 def test_two_queries_of_one_group_do_not_share_it(
@@ -529,11 +543,15 @@ def test_two_queries_of_one_group_do_not_share_it(
     first = settle(df).option("checkpointLocation", checkpoint).start()
     shop.push(queue, orders("good"))
     first.processAllAvailable()
-    with pytest.raises(StreamingQueryException, match="is read by another Spark query"):
-        run(attempted("fused", spark, shop, queue, lease_seconds=3), where=checkpoint + "2")
+    for other in (attempted("fused", spark, shop, queue, lease_seconds=3), df):  # also of the same rows
+        with pytest.raises(StreamingQueryException, match="is read by another Spark query"):
+            run(other, where=checkpoint + "2")
     first.stop()
+    shop.push(queue, orders("good"))
+    run(df)
+    shop.push(queue, orders("good"))
     run(attempted("fused", spark, shop, queue), where=checkpoint + "2")
-    assert shop.totals(queue)["acked"] == 1
+    assert shop.totals(queue)["acked"] == 3
 
 
 def test_a_pump_and_spark_share_a_group_without_sharing_messages(spark: SparkSession, shop: Shop) -> None:
@@ -586,7 +604,11 @@ def test_a_new_group_may_start_at_the_end(spark: SparkSession, shop: Shop, run: 
         ({"url": "http://127.0.0.1:6632"}, "http:// has no segments to read"),
         ({"maxRows": "0"}, "maxRows: must be a whole number of at least 1, got '0'"),
         ({"ordering": "sorted"}, "must be one of queue, in_order, parked, none"),
-        ({"colour": "red"}, "unknown; known are url, queue"),
+        (
+            {"colour": "red"},
+            "unknown; known are url, queue.*payload, stream.*deadLetter, got 'red'",
+        ),
+        ({"startingPosition": "foo"}, "startingPosition: must be earliest, latest or a time.*got 'foo'"),
         ({"queue": ""}, "name the queue"),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from settled.policy import Policy
 from settled.signals import ConfigurationError
 
 H = TypeVar("H", bound=Callable[..., Any])
@@ -34,18 +35,24 @@ def layers(handler: Callable[..., Any]) -> tuple[Layer, ...]:
     return found
 
 
-def mark_subscribed(handler: Callable[..., Any]) -> None:
+def mark_subscribed(handler: Callable[..., Any], policy: Policy) -> None:
     """Remember that an app has this handler, so that a decorator put on later can say it has no effect."""
     try:
-        setattr(handler, _SUBSCRIBED, True)
+        setattr(handler, _SUBSCRIBED, policy)
     except AttributeError:
         return  # a bound method or a builtin takes no attributes, and cannot be decorated by name either
+
+
+def subscribed_policy(handler: Callable[..., Any]) -> Policy | None:
+    """The policy an app has this handler with, the outermost `@app.subscriber`'s; None if it has none."""
+    found: Policy | None = getattr(handler, _SUBSCRIBED, None)
+    return found
 
 
 def wrap(handler: H, layer: Layer, sync: Callable[..., Any], async_: Callable[..., Any]) -> H:
     """The handler inside `sync(handler, *args)` or `async_(handler, *args)`, whichever it is."""
     name = getattr(handler, "__qualname__", repr(handler))
-    if getattr(handler, _SUBSCRIBED, False):
+    if subscribed_policy(handler) is not None:
         raise ConfigurationError(f"{layer.name} on {name}: put @app.subscriber on top, above {layer.name}")
     inside = layers(handler)
     _refuse_nonsense(layer, inside, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 from settled import codec
 from settled.handlers.layers import layers
 from settled.message import DONE, Delivery, Message, Metadata, in_hand
-from settled.queue.segment import TYPE_KEY
+from settled.queue.segment import PRODUCER_KEY, TRACE_KEY, TYPE_KEY
 from settled.settlement import (
     Ack,
     Action,
@@ -26,10 +26,9 @@ from settled.settlement import (
     Undecodable,
     decide,
     describe,
-    storable,
 )
 from settled.signals import ConfigurationError
-from settled.spark.types import to_plain
+from settled.spark.types import arrow_type, fitting, to_plain
 from settled.subscriber import Subscription, subscribe
 from settled.transports.base import Source
 
@@ -68,8 +67,6 @@ class Job:
             raise ConfigurationError(
                 f"handler {subscription.name}: Spark runs plain functions; write def, not async def"
             )
-        if subscription.policy.ack_on_delivery:
-            raise ConfigurationError(f"handler {subscription.name}: ack_on_delivery has no meaning on Spark")
         for layer in layers(self.handler):
             if layer.check is not None:
                 layer.check()
@@ -89,6 +86,8 @@ class Rows:
     ids: Callable[[int], str] | None = None
     created: Callable[[int], datetime] | None = None
     partition: Callable[[int], str] | None = None
+    given: Sequence[str | None] | None = None
+    """Outcomes that rows have already; only those without one, or with `ack`, are attempted."""
 
 
 @dataclass(slots=True)
@@ -97,6 +96,8 @@ class Attempted:
 
     failed: dict[int, Outcome] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
+    fitted: pa.Array | None = None
+    """The results as Arrow, if they have a type of their own."""
 
     def only_failed(self) -> Attempted:
         """Those that were not acknowledged, by themselves."""
@@ -143,7 +144,7 @@ class _RowDelivery(Delivery):
     def metadata(self) -> Metadata:
         rows, i = self._rows, self._place
         return Metadata(
-            stream_sequence=rows.seqs[i],
+            stream_sequence=int(rows.seqs[i]),
             timestamp=rows.created(i) if rows.created is not None else None,
             redelivery_count=self.attempt - 1,
             consumer=self._group,
@@ -156,8 +157,9 @@ def headers_of(rows: Rows, place: int) -> Mapping[str, str]:
     own = rows.headers[place] if rows.headers is not None else None
     if not own:
         return NO_HEADERS
-    if TYPE_KEY in own:
-        return {**{k: v for k, v in own.items() if not k.startswith(":")}, "content-type": own[TYPE_KEY]}
+    if TYPE_KEY in own or TRACE_KEY in own or PRODUCER_KEY in own:
+        plain = {k: v for k, v in own.items() if not k.startswith(":")}
+        return {**plain, "content-type": own[TYPE_KEY]} if TYPE_KEY in own else plain
     return own
 
 
@@ -184,6 +186,7 @@ class Attempts:
         self._subscription = job.subscription()
         self._policy = self._subscription.policy
         self._encode = encode or (to_plain if job.result is not None else json_encoder())
+        self._kind = arrow_type(job.result) if job.result is not None else None
         self._held: set[int] = set()
 
     def run(self, rows: Rows) -> Attempted:
@@ -200,20 +203,35 @@ class Attempts:
                 self._implicit(rows, done, delivery, message)
         finally:
             in_hand.reset(token)
+        if self._kind is not None and done.results.count(None) < len(done.results):
+            done.fitted, misfits = fitting(done.results, self._kind)
+            if misfits:
+                self._refuse(rows, done, misfits)
+                done.fitted = pa.array(done.results, self._kind)
         return done
+
+    def _refuse(self, rows: Rows, done: Attempted, misfits: Mapping[int, Exception]) -> None:
+        """Results that are not of their type fail their rows; in order, what came behind them comes again."""
+        before = set(self._held)
+        fresh: set[int] = set()
+        for i in range(min(misfits), len(done.results)):
+            if fresh and self._lane(rows, i) in fresh:
+                done.failed[i], done.results[i] = HELD, None
+            elif i in misfits:
+                done.results[i] = None
+                self._note_result(rows, done, i, misfits[i])
+                fresh = self._held - before
 
     def _implicit(self, rows: Rows, done: Attempted, delivery: _RowDelivery, message: Message[Any]) -> None:
         decode, handler, encode = self._subscription.decode, self._subscription.handler, self._encode
         blob, results, held, headers = rows.blob, done.results, self._held, rows.headers
-        lanes = rows.lanes
-        one_lane = isinstance(lanes, int)
+        given = rows.given
         acks = self._policy.auto_ack
         bare = decode.bare if headers is None and isinstance(decode, codec.Decoder) else None
         start = rows.offsets[0]
         for i, end in enumerate(rows.offsets[1:]):
             data, start = blob[start:end], end
-            if held and (lanes if one_lane else lanes[i]) in held:  # type: ignore[index,operator]
-                done.failed[i] = HELD
+            if (held or given) and self._passes(rows, done, i):
                 continue
             delivery._place = i
             try:
@@ -235,8 +253,7 @@ class Attempts:
     def _explicit(self, rows: Rows, done: Attempted) -> None:
         subscription = self._subscription
         for i in range(len(rows.offsets) - 1):
-            if self._held and (rows.lanes if isinstance(rows.lanes, int) else rows.lanes[i]) in self._held:
-                done.failed[i] = HELD
+            if (self._held or rows.given) and self._passes(rows, done, i):
                 continue
             delivery, recorder = _RowDelivery(rows, i, self._job.queue, self._job.group), _Recorder()
             try:
@@ -247,15 +264,42 @@ class Attempts:
             token = in_hand.set(message)
             try:
                 value = subscription.invoke(message)
-                encoded = self._encode(value) if value is not None else None
             except BaseException as error:
                 self._note(rows, done, i, Raised(error, recorder.action is not None), recorder.action)
             else:
                 self._note(rows, done, i, Returned(), recorder.action)
-                if i not in done.failed:
-                    done.results[i] = encoded
+                if value is not None and i not in done.failed:
+                    self._keep(rows, done, i, value)
             finally:
                 in_hand.reset(token)
+
+    def _keep(self, rows: Rows, done: Attempted, i: int, value: Any) -> None:
+        try:
+            done.results[i] = self._encode(value)
+        except Exception as error:
+            self._note_result(rows, done, i, error)
+
+    def _passes(self, rows: Rows, done: Attempted, i: int) -> bool:
+        """Whether a row is not attempted: its lane waits, or it has an outcome."""
+        lane = self._lane(rows, i)
+        if lane in self._held:
+            done.failed[i] = HELD
+            return True
+        outcome = rows.given[i] if rows.given is not None else None
+        if outcome is None or outcome == ACK:
+            return False
+        if self._job.in_order and outcome in (RETRY, RELEASE):
+            self._held.add(lane)
+        done.failed[i] = (outcome, None, None)
+        return True
+
+    @staticmethod
+    def _lane(rows: Rows, i: int) -> int:
+        return rows.lanes if isinstance(rows.lanes, int) else rows.lanes[i]
+
+    def _note_result(self, rows: Rows, done: Attempted, i: int, error: Exception) -> None:
+        """A result that cannot be kept fails its row by `on_error`, also if the handler has settled it."""
+        self._note(rows, done, i, Raised(error), policy=replace(self._policy, explicit=False))
 
     def _note(
         self,
@@ -264,15 +308,17 @@ class Attempts:
         i: int,
         what: Raised | Returned | Undecodable,
         asked: Action | None = None,
+        policy: Policy | None = None,
     ) -> None:
+        policy = policy or self._policy
         number = rows.attempts[i] if rows.attempts is not None else 1
         try:
-            settlement = decide(what, self._policy, number)
+            settlement = decide(what, policy, number)
             error = "; ".join(sorted({describe(e) for e in settlement.errors})) or None
         except Exception:  # an error that cannot even be shown
             kind = "Returned" if isinstance(what, Returned) else type(what.error).__name__
             error = f"{kind}, whose text cannot be had"
-            settlement = decide(Raised(RuntimeError(error)), self._policy, number)
+            settlement = decide(Raised(RuntimeError(error)), policy, number)
         if settlement.stop:
             raise settlement.errors[0]  # not the message's fault: nothing of this batch is settled
         action = asked if asked is not None else settlement.action
@@ -283,7 +329,7 @@ class Attempts:
             return
         done.failed[i] = outcome
         if self._job.in_order and outcome[0] in (RETRY, RELEASE):
-            self._held.add(rows.lanes if isinstance(rows.lanes, int) else rows.lanes[i])
+            self._held.add(self._lane(rows, i))
 
 
 def to_outcome(action: Action, error: str | None, pause: float = 0.0) -> Outcome:
@@ -294,9 +340,9 @@ def to_outcome(action: Action, error: str | None, pause: float = 0.0) -> Outcome
         case Requeue(delay):
             return (RETRY, delay, error)
         case Reject(Reason.UNACCEPTABLE, why):
-            return (INVALID, None, storable(why) or error)
+            return (INVALID, None, why or error)
         case Reject(_, why):
-            return (DEAD, None, storable(why) or error)
+            return (DEAD, None, why or error)
         case Nack() | Leave():
             return (RELEASE, pause or None, error)
 
@@ -319,5 +365,7 @@ def outcome_arrays(done: Attempted, result: pa.DataType) -> list[pa.Array]:
         outcomes = [pa.array(c, kind).take(places) for c, kind in zip(columns, kinds, strict=True)]
     else:
         outcomes = [pa.nulls(n, kind) for kind in kinds]
+    if done.fitted is not None:
+        return [*outcomes, done.fitted]
     bare = done.results.count(None) == n
     return [*outcomes, pa.nulls(n, result) if bare else pa.array(done.results, result)]

@@ -45,6 +45,10 @@ class Reader(Protocol):
         """Now, as a bound for `claim`: what comes or falls due later is not read."""
         ...
 
+    def source(self) -> str:
+        """Whose batches are numbered: what is deleted and made anew counts from 1 again, as another one."""
+        ...
+
     def settled_up_to(self) -> int:
         """The number of the last batch that is done."""
         ...

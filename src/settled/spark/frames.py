@@ -7,17 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 from weakref import WeakKeyDictionary
 
+from pyspark.errors import ParseException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.types import BinaryType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType
 
+from settled.handlers.layers import subscribed_policy
 from settled.policy import Policy, PolicyOptions
-from settled.queue.errors import BadRequest, Conflict, NotFound
+from settled.queue.errors import BadRequest, NotFound
 from settled.queue.manifest import Link
 from settled.signals import ConfigurationError
 from settled.spark.attempts import ACK, INVALID, Job
 from settled.spark.options import Options, is_nats
 from settled.spark.origin import Origin
+from settled.spark.settling import raw, settling
 from settled.spark.shipping import dumps, names_of
 from settled.spark.source import new_holder
 from settled.spark.types import spark_type
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 Transform = Callable[[DataFrame], DataFrame]
+POLICY = ("auto_ack", "on_error", "requeue_count", "requeue_delay", "dont_ack_delay")
 WITH_THE_SOURCE = 2**20  # characters of a handler that may go with each task; Spark sends a UDF only once
 
 
@@ -71,6 +75,7 @@ def read_queue(
         "deadLetter": dead_letter,
     }
     given = {name: value for name, value in nats.items() if value}
+    given["startingPosition"] = starting
     named = Options.parse({"url": url, "queue": queue, "group": group, "ordering": ordering, **given})
     if not named.group:
         raise BadRequest("consumer" if named.on_nats else "group", "", "a pipeline settles for one: name it")
@@ -82,7 +87,6 @@ def read_queue(
         | {
             "maxRows": "all" if max_rows is None else str(max_rows),
             "tasks": str(tasks or _parallelism(spark)),
-            "startingPosition": starting,
         }
     )
     return _with_payload(Reading(spark, options, origin, streaming).load(), payload)
@@ -157,9 +161,10 @@ def _with_payload(df: DataFrame, payload: Any) -> DataFrame:
         return df
     if payload is str:
         return df.withColumn("data", F.col("payload")).withColumn("payload", F.col("payload").cast("string"))
-    kind = spark_type(payload)
-    parsed = _from_json(kind) if isinstance(payload, (str, StructType)) else decoded(payload, kind)
-    df = df.withColumnRenamed("payload", "data").withColumn("_parsed", parsed(F.col("data")))
+    kind = _payload_type(payload)
+    parse = _from_json(kind) if isinstance(payload, (str, DataType)) else decoded(payload, kind)
+    df = df.withColumnRenamed("payload", "data")
+    df = df.withColumn("_parsed", parse(F.col("data"), F.col("headers")))
     return (
         df.withColumn("payload", F.col("_parsed.value"))
         .withColumn("outcome", F.when(F.col("_parsed.error").isNotNull(), INVALID).otherwise(ACK))
@@ -169,10 +174,25 @@ def _with_payload(df: DataFrame, payload: Any) -> DataFrame:
     )
 
 
-def _from_json(kind: Any) -> Callable[[Column], Column]:
+def _payload_type(payload: Any) -> Any:
+    try:
+        kind = spark_type(payload)
+    except (TypeError, ParseException) as error:
+        raise BadRequest("payload", payload, f"is no type of payloads: {error}") from error
+    if isinstance(payload, (str, DataType)) and not isinstance(kind, StructType):
+        raise BadRequest(
+            "payload",
+            payload,
+            f"must have fields, as in 'id bigint, amount double', and {kind.simpleString()} has none; "
+            "for plain values give a Python type: list[int], str or bytes",
+        )
+    return kind
+
+
+def _from_json(kind: Any) -> Callable[[Column, Column], Column]:
     corrupt = StructType([*kind.fields, StructField("_corrupt", StringType())])
 
-    def parse(data: Column) -> Column:
+    def parse(data: Column, headers: Column) -> Column:
         value = F.from_json(data.cast("string"), corrupt, {"columnNameOfCorruptRecord": "_corrupt"})
         error = F.when(
             value.isNull() | value["_corrupt"].isNotNull(), F.lit("the payload does not fit the schema")
@@ -190,45 +210,70 @@ def _job(handler: Callable[..., Any], origin: Origin, result: Any, policy: Polic
     return job
 
 
-def policy_of(options: PolicyOptions) -> Policy:
-    """A policy of keywords, as a subscriber takes them."""
-    return Policy(**options)  # type: ignore[arg-type]
+def policy_of(handler: Callable[..., Any], options: PolicyOptions) -> Policy:
+    """A subscriber's own policy, changed by keywords; only what has a meaning on Spark counts."""
+    strange = [name for name in options if name not in POLICY]
+    if strange:
+        raise ConfigurationError(
+            f"attempt(): {strange[0]} has no meaning on Spark; a policy has {', '.join(POLICY)} here"
+        )
+    own = subscribed_policy(handler) or Policy()
+    chosen: dict[str, Any] = {name: getattr(own, name) for name in POLICY}
+    chosen.update(options)
+    try:
+        return Policy(**chosen)
+    except ValueError as error:
+        raise ConfigurationError(f"attempt(): {error}") from error
 
 
 def attempt(handler: Callable[..., Any], *, result: Any = None, **policy: Unpack[PolicyOptions]) -> Transform:
     """A transformation that runs the handler on each row and adds `outcome`, `delay`, `error` and `result`.
 
-    The handler is one that a pump could run: the same signature, signals and decorators, and the same policy
-    by keyword. `result` is the type of what it returns (a Struct, a dataclass, a Spark schema); without one,
-    results are JSON.
+    The handler is one that a pump could run: the same signature, signals and decorators. Its policy is that
+    of its `@app.subscriber`, if it has one, changed by the keywords. `result` is the type of what it returns
+    (a Struct, a dataclass, a Spark schema); without one, results are JSON. A row that has an outcome already
+    keeps it and is not attempted.
 
     On what `read_queue()` gave, unchanged, it runs where the rows are read; else as an Arrow UDF.
     """
 
     def transform(df: DataFrame) -> DataFrame:
         origin = Origin.of(df)
-        job = _job(handler, origin, result, policy_of(policy))
+        job = _job(handler, origin, result, policy_of(handler, policy))
         shipped, reading = dumps(job), Reading.of(df)
         if reading is not None and "handler" not in reading.options and len(shipped) <= WITH_THE_SOURCE:
             return reading.load(handler=shipped)
         kind = BinaryType() if job.result is None else spark_type(result)
-        data = "data" if "data" in df.columns else "payload"
-        columns = ["lane", "sequence", "attempt", "headers", data]
+        columns: list[Column | str] = ["lane", "sequence", "attempt", "headers", raw(df)]
         # A handler of payloads seldom asks for more, and each column is copied four times on its way.
         again = None if is_nats(origin.url) or job.subscription().policy.explicit else origin.url
         if again is None:
             columns += ["message_id", "partition", "created_at"]
-        udf = attempting(shipped, kind, again)
-        own = [name for name in df.columns if name not in ("outcome", "delay", "error", "result")]
-        return df.select(*own, udf(*columns).alias("_attempt")).select(
-            *own,
-            F.coalesce("_attempt.outcome", F.lit(ACK)).alias("outcome"),
-            "_attempt.delay",
-            "_attempt.error",
-            "_attempt.result",
-        )
+        given = "outcome" in df.columns
+        if given:
+            columns.insert(0, F.when(F.col("outcome") != ACK, F.col("outcome")))
+        own = [name for name in df.columns if name != "result"]
+        df = df.select(*own, attempting(shipped, kind, again, given)(*columns).alias("_attempt"))
+        return _with_outcomes(df, given)
 
     return transform
+
+
+def _with_outcomes(df: DataFrame, given: bool) -> DataFrame:
+    """The rows with what came of `_attempt`; a row that had an outcome before keeps it."""
+    came = {
+        "outcome": F.coalesce("_attempt.outcome", F.lit(ACK)),
+        "delay": F.col("_attempt.delay"),
+        "error": F.col("_attempt.error"),
+    }
+    if given:
+        kept = F.coalesce(F.col("outcome") != ACK, F.lit(False))
+        for name, column in came.items():
+            before = F.col(name) if name in df.columns else F.lit(None)
+            came[name] = F.when(kept, before).otherwise(column)
+    own = [name for name in df.columns if name not in came and name != "_attempt"]
+    columns = [column.alias(name) for name, column in came.items()]
+    return df.select(*own, *columns, "_attempt.result")
 
 
 def settle(df: DataFrame, to: str | None = None) -> DataStreamWriter:
@@ -241,7 +286,7 @@ def settle(df: DataFrame, to: str | None = None) -> DataStreamWriter:
     reading = Reading.of(df)
     if to is None and reading is not None and "handler" in reading.options:
         df = reading.load(emit="failures")  # nobody will see the others
-    rows, options = _settling(df, to)
+    rows, options = settling(df, to)
     return rows.writeStream.format("settled").outputMode("append").options(**options)
 
 
@@ -250,71 +295,8 @@ def settle_batch(df: DataFrame, batch_id: int | None = None, to: str | None = No
 
     Rows are computed anew for each use: `persist()` the DataFrame first, or the handler runs twice.
     """
-    rows, options = _settling(df, to)
+    rows, options = settling(df, to)
     rows.write.format("settled").mode("append").options(**options).save()
-
-
-def _settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]:
-    origin = Origin.of(df)
-    have = set(df.columns)
-    missing = {
-        "lane",
-        "sequence",
-        "batch",
-        "message_id",
-        "transaction_id",
-        "created_at",
-        "headers",
-        "payload",
-    } - have
-    if missing:
-        raise Conflict(
-            f"settle() needs the column {sorted(missing)[0]!r}: keep it, it goes into the dead letter"
-        )
-    data = F.col("data" if "data" in have else "payload")
-    outcome = F.coalesce(F.col("outcome"), F.lit(ACK)) if "outcome" in have else F.lit(ACK)
-    failed = outcome != ACK
-    columns = [
-        F.col("lane"),
-        F.col("sequence"),
-        F.col("batch"),
-        outcome.alias("outcome"),
-        (F.col("delay").cast("double") if "delay" in have else F.lit(None).cast("double")).alias("delay"),
-        (F.col("error").cast("string") if "error" in have else F.lit(None).cast("string")).alias("error"),
-        *(
-            F.when(failed, F.col(name)).alias(name)
-            for name in ("message_id", "transaction_id", "created_at", "headers")
-        ),
-        F.when(failed, data).alias("payload"),
-    ]
-    options = origin.options()
-    if to is None:
-        return df.where(failed).select(*columns), options
-    if is_nats(origin.url):
-        from settled.spark.jetstream.broker import check_target
-
-        check_target(Options.parse(options), to)
-    elif to == origin.queue:
-        raise BadRequest("to", to, "is the queue that is read: a message would go round for ever")
-    if "result" not in have:
-        raise ConfigurationError(
-            f"settle(to={to!r}) pushes the column `result`: add one, or attempt() a handler that returns"
-        )
-    own = F.lit(None).cast("string") if is_nats(origin.url) else F.col("partition")
-    partition = F.coalesce(F.col("to_partition"), own) if "to_partition" in have else own
-    push = F.when(~failed, _as_bytes(df))
-    columns += [F.when(~failed, partition).alias("to_partition"), push.alias("push")]
-    rows = df.select(*columns).where((F.col("outcome") != ACK) | F.col("push").isNotNull())
-    return rows, options | {"to": to}
-
-
-def _as_bytes(df: DataFrame) -> Column:
-    kind = df.schema["result"].dataType
-    if isinstance(kind, BinaryType):
-        return F.col("result")
-    if isinstance(kind, StructType):
-        return F.to_json("result").cast("binary")
-    return F.to_json(F.struct(F.col("result").alias("v"))).substr(6, 2**31 - 1).cast("binary")
 
 
 def settle_each(

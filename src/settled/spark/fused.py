@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pyarrow as pa
-from pyspark.sql.pandas.types import to_arrow_type
-from pyspark.sql.types import _parse_datatype_json_string
 
 from settled.queue.segment import uuid_text
 from settled.spark import rows
 from settled.spark.attempts import Attempts, Rows, outcome_arrays
 from settled.spark.shipping import loads
+from settled.spark.types import arrow_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,13 +23,6 @@ if TYPE_CHECKING:
 
 NAMES = [*rows.ARROW.names, "outcome", "delay", "error", "result"]
 _headers = msgspec.json.Decoder(dict[str, str]).decode
-
-
-def arrow_type(result: str | None) -> pa.DataType:
-    """The Arrow type of a job's result."""
-    if result is None:
-        return pa.binary()
-    return to_arrow_type(_parse_datatype_json_string(result), timezone="UTC")
 
 
 def as_rows(slice_: Slice) -> Rows:

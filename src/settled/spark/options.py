@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 import msgspec
 
@@ -44,7 +45,7 @@ class Options:
         """Check options; what is wrong is named, with its value and what it must be."""
         unknown = sorted(name for name in given if name.lower() not in _KNOWN and name.lower() not in _SPARKS)
         if unknown:
-            known = ", ".join(_KNOWN.values())
+            known = ", ".join(name for name in _KNOWN.values() if name not in _INTERNAL)
             raise BadRequest(f"option {unknown[0]}", given[unknown[0]], f"unknown; known are {known}")
         own = {name.lower(): value for name, value in given.items()}
         url = own.get("url") or os.environ.get("SETTLED_URL", "")
@@ -77,7 +78,7 @@ class Options:
                 "ordering", own.get("ordering", "queue"), ("queue", "in_order", "parked", "none")
             ),
             tasks=_whole("tasks", own.get("tasks", "4"), 1),
-            starting=own.get("startingposition", ""),
+            starting=_position("startingPosition", own.get("startingposition", "")),
             payload=_one_of("payload", own.get("payload", "bytes"), ("bytes", "string")),
             holder=own.get("holder", NOBODY),
             handler=own.get("handler", ""),
@@ -136,6 +137,7 @@ _KNOWN = {
         "lean",
     )
 }
+_INTERNAL = ("holder", "handler", "emit", "to", "window", "lean")
 _SPARKS = {"path", "checkpointlocation", "queryname", "outputmode", "triggerinterval"}
 
 
@@ -143,6 +145,17 @@ def _whole(name: str, value: str, least: int) -> int:
     if not value.isascii() or not value.isdigit() or int(value) < least:
         raise BadRequest(f"option {name}", value, f"must be a whole number of at least {least}")
     return int(value)
+
+
+def _position(name: str, value: str) -> str:
+    if value not in ("", "earliest", "latest"):
+        try:
+            datetime.fromisoformat(value)
+        except ValueError:
+            raise BadRequest(
+                f"option {name}", value, "must be earliest, latest or a time: 2026-01-31T12:00:00Z"
+            ) from None
+    return value
 
 
 def _seconds(name: str, value: str) -> tuple[float, ...]:

@@ -66,6 +66,7 @@ class Reader(manifest.Reader):
             settings.starting,
         )  # fmt: skip
         self._settings = settings
+        self._source: str | None = None
 
     def hold(self, *, streaming: bool) -> None:
         super().hold(streaming=streaming)
@@ -80,6 +81,12 @@ class Reader(manifest.Reader):
     def horizon(self) -> datetime:
         found = self.link.run(lambda c: c.execute("select clock_timestamp() as now").fetchall())
         return cast("datetime", found[0]["now"])
+
+    def source(self) -> str:
+        if self._source is None:
+            found = self.link.rows("source", queue=self.queue, group=self.group)
+            self._source = str(found[0]["source"]) if found else ""
+        return self._source
 
     def plan(self, number: int) -> list[Task]:
         return spread(self.serve(number), self._settings, number)

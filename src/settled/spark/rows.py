@@ -19,6 +19,7 @@ from pyspark.sql.types import (
 )
 
 from settled.queue.columns import Columns, decode, id_texts
+from settled.queue.segment import TYPE_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from settled.queue.manifest import Link, Range
 
 SLICE = 20_000
+CONTENT_TYPE = "content-type"
 ARROW = pa.schema(
     [
         ("queue", pa.string()),
@@ -193,5 +195,19 @@ def _headers(raw: list[bytes] | None, n: int) -> pa.Array:
     kind = ARROW.field("headers").type
     if raw is None:
         return pa.nulls(n, kind)
-    decoder = msgspec.json.Decoder(dict[str, str])
-    return pa.array([list(decoder.decode(h).items()) if h else None for h in raw], kind)
+    decode = msgspec.json.Decoder(dict[str, str]).decode
+    return pa.array([list(shown(decode(h)).items()) if h else None for h in raw], kind)
+
+
+def shown(stored: dict[str, str]) -> dict[str, str]:
+    """Headers as they are shown: the content type has its usual name."""
+    if TYPE_KEY in stored:
+        stored[CONTENT_TYPE] = stored.pop(TYPE_KEY)
+    return stored
+
+
+def stored(shown: dict[str, str]) -> dict[str, str]:
+    """Headers as the queue stores them."""
+    if CONTENT_TYPE in shown:
+        shown[TYPE_KEY] = shown.pop(CONTENT_TYPE)
+    return shown

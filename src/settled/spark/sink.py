@@ -18,6 +18,7 @@ from settled.queue.errors import Conflict
 from settled.queue.manifest import SQL, Link, Reader, Settled
 from settled.spark.attempts import ACK, DEAD, INVALID, RELEASE, RETRY
 from settled.spark.broker import broker_of
+from settled.spark.rows import stored
 from settled.spark.source import spare
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 OUTCOMES = {ACK, RETRY, RELEASE, DEAD, INVALID}
 SEGMENT_MESSAGES, SEGMENT_BYTES = 1_000, 1_000_000
 ERROR_LIMIT = 10_000
+NO_REASON = "rejected, without an error"
 _OUTCOME_TYPES = [
     "uuid",
     "int8",
@@ -101,8 +103,9 @@ class Staging:
             self._release(lane, seq)
         else:
             error = row["error"][:ERROR_LIMIT].replace("\0", "") if row["error"] else row["error"]
-            headers = msgspec.json.encode(dict(row["headers"])) if row["headers"] else b""
-            payload = row["payload"] if isinstance(row["payload"], bytes) else (row["payload"] or "").encode()
+            if error is None and outcome in (DEAD, INVALID):
+                error = NO_REASON
+            headers = msgspec.json.encode(stored(dict(row["headers"]))) if row["headers"] else b""
             kept = outcome != RELEASE
             self._outcomes.append(
                 (
@@ -117,7 +120,7 @@ class Staging:
                     row["transaction_id"] if kept else None,
                     row["created_at"] if kept else None,
                     headers if kept else None,
-                    payload if kept else None,
+                    row["payload"] or b"" if kept else None,
                 )
             )
         if self.in_order and outcome in (RETRY, RELEASE):

@@ -66,8 +66,6 @@ class SettledSource(DataSource):
         return BatchReader(self.settings)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        if not self.settings.group:
-            raise BadRequest("group", None, "a stream settles for a group: name one")
         return StreamReader(self.settings)
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchSink:
@@ -132,9 +130,16 @@ def read_task(settings: Options, task: InputPartition) -> Iterator[pa.RecordBatc
     for chunk in chunks:
         arrays = chunk.arrays(batch)
         if settings.payload == "string":
-            arrays[8] = arrays[8].cast(pa.string())
+            arrays[8] = _texts(arrays[8])
         yield pa.RecordBatch.from_arrays(arrays, names=schema.names)
     spare("rows")
+
+
+def _texts(data: pa.Array) -> pa.Array:
+    try:
+        return data.cast(pa.string())
+    except pa.ArrowInvalid:  # not all of it is UTF-8
+        return pa.array([raw.decode(errors="replace") for raw in data.to_pylist()], pa.string())
 
 
 class BatchReader(DataSourceReader):
@@ -173,6 +178,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _reader(self) -> Reader:
         if self._held is None:
+            if not self._settings.group:  # Spark hides what is said any sooner
+                raise BadRequest("option group", "", "a stream settles for a group: name one")
             self._held = _Hold(self._settings)
         return self._held.reader
 
@@ -239,7 +246,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._held = None
 
     def _offset(self, number: int) -> dict[str, Any]:
-        return {"queue": self._settings.queue, "group": self._settings.group, "batch": number}
+        reader, settings = self._reader(), self._settings
+        return {"queue": settings.queue, "group": settings.group, "batch": number, "source": reader.source()}
 
     def _number(self, offset: dict[str, Any]) -> int:
         """The batch's number; a checkpoint of another query is refused."""
@@ -249,6 +257,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             raise Conflict(
                 f"the checkpoint belongs to group {theirs[1]!r} of queue {theirs[0]!r}, this query reads "
                 f"queue {ours[0]!r} as {ours[1]!r}: give it a checkpoint location of its own"
+            )
+        source = self._reader().source()
+        if offset.get("source", source) != source:
+            raise Conflict(
+                f"queue {ours[0]!r}, group {ours[1]!r}: the queue was deleted and made anew since the "
+                "checkpoint was written, or is in another database; start with a new checkpoint location"
             )
         return int(offset["batch"])
 

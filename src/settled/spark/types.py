@@ -6,10 +6,12 @@ import datetime
 import decimal
 import enum
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import msgspec.inspect as mi
+import pyarrow as pa
+from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -24,7 +26,11 @@ from pyspark.sql.types import (
     StructField,
     StructType,
     TimestampType,
+    _parse_datatype_json_string,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _PLAIN: dict[type, DataType] = {
     mi.BoolType: BooleanType(),
@@ -96,3 +102,24 @@ def to_plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         value = value.model_dump()
     return msgspec.to_builtins(value, builtin_types=_KEPT)
+
+
+def arrow_type(kind: str | None) -> pa.DataType:
+    """The Arrow type of a Spark type as JSON; None is bytes."""
+    if kind is None:
+        return pa.binary()
+    return to_arrow_type(_parse_datatype_json_string(kind), timezone="UTC")
+
+
+def fitting(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, Exception]]:
+    """Values as Arrow; those that are not of the type are null there, and named by their place."""
+    try:
+        return pa.array(values, kind), {}
+    except Exception:  # whatever Arrow has against one of them; which one it does not say
+        misfits: dict[int, Exception] = {}
+    for place, value in enumerate(values):
+        try:
+            pa.array([value], kind)
+        except Exception as error:
+            misfits[place] = error
+    return pa.array([None if i in misfits else value for i, value in enumerate(values)], kind), misfits

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,10 +17,10 @@ from settled import codec
 from settled.queue.manifest import Range
 from settled.settlement import describe
 from settled.spark.attempts import Attempts, Rows, outcome_arrays
-from settled.spark.fused import arrow_type, as_rows
+from settled.spark.fused import as_rows
 from settled.spark.rows import slices
 from settled.spark.shipping import dumps, loads
-from settled.spark.types import to_plain
+from settled.spark.types import arrow_type, fitting, to_plain
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -27,35 +28,39 @@ if TYPE_CHECKING:
 Fact = Callable[[int], Any]
 
 
-def decoded(type_: Any, kind: Any) -> Callable[[Column], Column]:
-    """A function of a column of bytes that decodes them as a pump does."""
+def decoded(type_: Any, kind: Any) -> Callable[[Column, Column], Column]:
+    """A function of payloads and headers that decodes them as a pump does."""
     shipped = dumps(type_)
     value = arrow_type(kind.json())
 
-    def parse(data: pa.Array) -> pa.Array:
+    def parse(data: pa.Array, headers: pa.Array) -> pa.Array:
         decode = codec.decoder(loads(shipped))
         values: list[Any] = []
         errors: list[str | None] = []
-        for raw in data.to_pylist():
+        for raw, own in zip(data.to_pylist(), _dicts(headers) or repeat(None), strict=False):
             try:
-                values.append(to_plain(decode(raw, {})))
+                values.append(to_plain(decode(raw, own or {})))
                 errors.append(None)
             except Exception as error:  # a bad payload is the message's fault, whatever it raises
                 values.append(None)
                 errors.append(describe(error))
-        arrays = [pa.array(values, value), pa.array(errors, pa.string())]
+        found, misfits = fitting(values, value)
+        for place, misfit in misfits.items():
+            errors[place] = describe(misfit)
+        arrays = [found, pa.array(errors, pa.string())]
         return pa.StructArray.from_arrays(arrays, names=["value", "error"])
 
-    parse.__annotations__ = {"data": pa.Array, "return": pa.Array}
+    parse.__annotations__ = {"data": pa.Array, "headers": pa.Array, "return": pa.Array}
     returns = StructType([StructField("value", kind), StructField("error", StringType())])
     make: Any = arrow_udf
-    return cast("Callable[[Column], Column]", make(parse, returns))
+    return cast("Callable[[Column, Column], Column]", make(parse, returns))
 
 
-def attempting(shipped: str, kind: Any, again: str | None) -> Any:
+def attempting(shipped: str, kind: Any, again: str | None, given: bool) -> Any:
     """A function of columns that attempts rows; a row that is acknowledged without a result is null.
 
-    Message ids, partitions and times are columns too, or are read `again` from the queue of that address.
+    The first column is of outcomes that rows have already, if any are `given`. Message ids, partitions and
+    times are columns too, or are read `again` from the queue of that address.
     """
 
     returns = StructType(
@@ -71,10 +76,11 @@ def attempting(shipped: str, kind: Any, again: str | None) -> Any:
         attempts = Attempts(loads(shipped))
         result = arrow_type(loads(shipped).result)
         for columns in batches:
-            arrays = outcome_arrays(
-                attempts.run(_rows(*columns[:5], *(columns[5:] or Facts(again, *columns[:2]).columns()))),
-                result,
-            )
+            outcomes, *columns = columns if given else (None, *columns)
+            rows = _rows(*columns[:5], *(columns[5:] or Facts(again, *columns[:2]).columns()))
+            if outcomes is not None and outcomes.null_count < len(outcomes):
+                rows.given = outcomes.to_pylist()
+            arrays = outcome_arrays(attempts.run(rows), result)
             nothing = pa.compute.and_(arrays[0].is_null(), arrays[3].is_null())
             yield pa.StructArray.from_arrays(arrays, names=returns.names, mask=nothing)
 
@@ -133,13 +139,17 @@ def _rows(
         offsets=offsets.tolist(),
         seqs=seqs.to_numpy(),
         attempts=counts.tolist() if len(counts) and counts.max() > 1 else None,
-        headers=None
-        if headers.null_count == len(headers)
-        else [dict(h) if h else None for h in headers.to_pylist()],
+        headers=_dicts(headers),
         ids=_by_place(ids),
         created=_by_place(created),
         partition=_by_place(partitions),
     )
+
+
+def _dicts(headers: pa.Array) -> list[dict[str, str] | None] | None:
+    if headers.null_count == len(headers):
+        return None
+    return [dict(h) if h else None for h in headers.to_pylist()]
 
 
 def _by_place(column: pa.Array | Fact) -> Fact:

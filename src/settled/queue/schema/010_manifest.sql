@@ -100,8 +100,9 @@ begin
 end
 $$;
 
--- Become the holder, if nobody else is. p_locked: the caller has the reader's session lock, so a streaming holder
--- is gone even if its time is not up. A holder of one batch is done when that is settled.
+-- Become the holder, if nobody else is; else the answer names none. p_locked: the caller has the reader's session lock,
+-- so a streaming holder is gone even if its time is not up. Without it, one of the same name lives: a second query of
+-- the same rows. A holder of one batch is done when that is settled.
 create function take_reader(p_reader int, p_holder uuid, p_kind text, p_seconds double precision, p_locked boolean)
 returns reader language plpgsql as $$
 declare
@@ -111,8 +112,10 @@ begin
     if not found then
         raise exception using errcode = 'SE003', message = 'the queue of this reader was deleted; nothing was applied';
     end if;
-    if r.holder <> p_holder and r.held_until > v_now and not (p_locked and r.kind = 'stream')
-       and not (r.kind = 'batch' and not exists (select from manifest m where m.reader_id = r.id and not m.settled)) then
+    if r.held_until > v_now and (r.kind = 'stream' and not p_locked
+        or r.kind = 'batch' and r.holder <> p_holder
+           and exists (select from manifest m where m.reader_id = r.id and not m.settled)) then
+        r.holder := null;
         return r;
     end if;
     update reader set holder = p_holder, kind = p_kind, held_until = v_now + make_interval(secs => p_seconds),

@@ -75,6 +75,7 @@ class Reader:
         self._in_order = settings.ordering == "in_order"
         self._finished = 0
         self._missed = 0
+        self._name = ""
 
     def hold(self, *, streaming: bool) -> None:
         """Become the holder, taking over from one that is gone; Conflict if another one lives.
@@ -85,10 +86,8 @@ class Reader:
         found = self._link.run(lambda c: setting.look_up(c, self._settings), patience=PATIENCE)
         self._bucket.make(found.replicas)
         outbox.prepare(self._link, found.terms, found.replicas)
-        if streaming:
-            self._link.run(self._answer)
         deadline = time.monotonic() + PATIENCE
-        while not self._take("stream" if streaming else "batch"):
+        while not self._take(streaming):
             if time.monotonic() > deadline:
                 until = time.strftime("%H:%M:%S", time.gmtime(self._read_hold()[0].until))
                 raise Conflict(
@@ -104,11 +103,15 @@ class Reader:
         value = self._bucket.get(f"{self._key}.hold")
         return (_decode_hold(value.data) if value.data else Hold("", "", 0.0)), value
 
-    def _take(self, kind: str) -> bool:
+    def _take(self, streaming: bool) -> bool:
         hold, value = self._read_hold()
-        others = hold.holder != self._holder and hold.until > time.time()
+        # A second query of the same rows has the same name, and is another one all the same.
+        others = hold.until > time.time() and (hold.holder != self._holder or streaming)
         if others and (hold.kind != "stream" or self._link.run(lambda c: _lives(c, hold.holder))):
             return False
+        if streaming:
+            self._link.run(self._answer)
+        kind = "stream" if streaming else "batch"
         mine = Hold(self._holder, kind, time.time() + self._settings.lease_seconds)
         return self._bucket.replace(f"{self._key}.hold", msgspec.json.encode(mine), value) is not None
 
@@ -193,6 +196,12 @@ class Reader:
             return int(info.state.last_seq)
 
         return Horizon(time.time(), self._link.run(work))
+
+    def source(self) -> str:
+        """The name of the books, which are of one stream and consumer, and of no later ones."""
+        if not self._name:
+            self._name = self._own_books()[0].name
+        return self._name
 
     def settled_up_to(self) -> int:
         """The number of the last batch that is done."""

@@ -14,14 +14,14 @@ import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
 from settled.queue.errors import Conflict
-from settled.spark.attempts import ACK, RELEASE, RETRY
+from settled.spark.attempts import ACK, DEAD, INVALID, RELEASE, RETRY
 from settled.spark.jetstream import setting
 from settled.spark.jetstream.books import Books, Outcome
 from settled.spark.jetstream.bucket import Bucket
 from settled.spark.jetstream.gets import FETCH, fetch
 from settled.spark.jetstream.link import Link
 from settled.spark.jetstream.publishing import Outgoing, publish_all
-from settled.spark.sink import OUTCOMES
+from settled.spark.sink import NO_REASON, OUTCOMES
 from settled.transports.nats import Connection
 from settled.transports.nats.delivery import MSG_ID
 
@@ -97,6 +97,8 @@ class Staging:
     def outcome(self, row: dict[str, Any]) -> None:
         """A row that is not acknowledged."""
         error = row["error"][:ERROR_LIMIT] if row["error"] else None
+        if error is None and row["outcome"] in (DEAD, INVALID):
+            error = NO_REASON
         outcome = RELEASE if self._held else row["outcome"]
         self._outcomes.append(Outcome(row["sequence"], outcome, row["delay"], error))
         if self._in_order and outcome in (RETRY, RELEASE):
