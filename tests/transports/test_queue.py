@@ -260,7 +260,7 @@ def test_an_app_keeps_to_the_queues_own_limit_and_says_so(
     [(_, error)] = broker.dead_letters()
     assert error == "Defer: no attempts left after 2, by the broker's own limit; the bank said no 2 times"
     assert "allows 6 attempts, but the broker gives a message up after 2" in caplog.text
-    assert "allows any number of attempts, but the broker gives a message up after 3" in caplog.text
+    assert "allows unlimited attempts, but the broker gives a message up after 3" in caplog.text
 
 
 def test_the_queue_is_told_why_a_message_is_sent_round_again(broker: QueueBroker) -> None:
