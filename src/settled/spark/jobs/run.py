@@ -186,7 +186,8 @@ def _newest(link: Any, queue: str, group: str) -> Any:
 def _progress(link: Any, queue: str, group: str, after: Any, elapsed: float) -> Progress:
     if not isinstance(link, Link):
         return Progress(**link.progress(queue, group, after), seconds=elapsed)
+    # What is left comes first: when nothing is, the totals have all of it.
+    lag = link.rows("lag", queue=queue, group=group) or [{"waiting": 1, "failing": 0}]
     totals = link.rows("totals", queue=queue, group=group, after=after)[0]
     seconds = link.rows("busy", queue=queue, group=group, after=after)[0]["seconds"]
-    lag = link.rows("lag", queue=queue, group=group) or [{"waiting": 1, "failing": 0}]
     return Progress(**totals, waiting=lag[0]["waiting"], failing=lag[0]["failing"], seconds=seconds)
