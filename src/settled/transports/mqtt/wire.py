@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
+import socket
 import struct
 import threading
 import uuid
@@ -150,8 +153,12 @@ class Wire:
         """Say goodbye, after everything that is still to be sent; the session stays."""
         if not self._gone.done():
             self._closing = True
+            line = _another(self._client.socket())
             self._client.disconnect()
             await asyncio.wait([self._gone], timeout=2)
+            if line is not None:
+                with line:
+                    await _drained(line)
         self._drop()
 
     def ack(self, mid: int) -> None:
@@ -346,6 +353,24 @@ def _check(subject: str, identity: str, headers: Mapping[str, str]) -> None:
             raise Refused(
                 f"publish to {subject!r}: MQTT text has no control characters, got {name!r}: {value[:100]!r}"
             )
+
+
+def _another(one: Any) -> socket.socket | None:
+    """A second handle on a connection: it lasts until that is closed too."""
+    try:
+        return socket.socket(fileno=os.dup(one.fileno()))
+    except (OSError, AttributeError):  # there is none
+        return None
+
+
+async def _drained(line: socket.socket) -> None:
+    """Read until the broker hangs up: closed with something unread, it would lose our last acks unread."""
+    loop = asyncio.get_running_loop()
+    line.setblocking(False)
+    with contextlib.suppress(TimeoutError, OSError):
+        async with asyncio.timeout(1):
+            while await loop.sock_recv(line, 65_536):
+                pass
 
 
 def _pending(one: Any) -> bool:
