@@ -146,15 +146,21 @@ def test_a_bridge_killed_at_random_times_loses_nothing_and_writes_nothing_twice(
     asyncio.run(asyncio.wait_for(main(), 180))
 
 
+def filled(server: Server, count: int) -> Desk:
+    """A stream with so many messages."""
+
+    async def fill_it() -> Desk:
+        async with desk_on(server.url) as desk:
+            await fill(desk, count)
+            return desk
+
+    return asyncio.run(fill_it())
+
+
 def test_it_ends_by_itself_and_a_second_run_finds_only_duplicates(
     nats_server: Server, dsn: str, queue: str, command: Callable[..., Result]
 ) -> None:
-    async def prepare() -> Desk:
-        async with desk_on(nats_server.url) as desk:
-            await fill(desk, 20)
-            return desk
-
-    desk = asyncio.run(prepare())
+    desk = filled(nats_server, 20)
     arguments = (desk.url, dsn, "--from", desk.subject(), "--to", queue, "--create")
     first = command(*arguments, "--group", "one", "--limit", "20")
     assert (first.exit_code, first.output) == (0, "read=20 written=20 duplicates=0 rejected=0\n")
@@ -166,12 +172,7 @@ def test_it_ends_by_itself_and_a_second_run_finds_only_duplicates(
 def test_without_a_group_it_goes_on_where_it_was_too(
     nats_server: Server, dsn: str, queue: str, command: Callable[..., Result]
 ) -> None:
-    async def prepare() -> Desk:
-        async with desk_on(nats_server.url) as desk:
-            await fill(desk, 5)
-            return desk
-
-    desk = asyncio.run(prepare())
+    desk = filled(nats_server, 5)
     arguments = (desk.url, dsn, "--from", desk.subject())
     for to, limit in ((queue, 3), (queue, 2), (f"{queue}-too", 5)):
         carried = command(*arguments, "--to", to, "--limit", str(limit))

@@ -18,9 +18,7 @@ class LoopedBroker(ABC):
     """One subscription on a loop in a thread, as an app's would be."""
 
     lane: str | None = None
-    ordered_lanes = False
     counts_attempts = False
-    restarts = False
 
     def __init__(self, transport: LoopTransport[Any], source: Source) -> None:
         self.transport = transport

@@ -15,7 +15,7 @@ from settled.transports.base import AsyncChannel, Channel, Outgoing, Published, 
 from settled.transports.nats import Durable, NatsTransport
 from tests.nats.conftest import Desk, desk_on
 from tests.nats.servers import Server
-from tests.transports.conformance import Conformance
+from tests.transports.conformance import Conformance, Extends
 
 LEASE = 1.0
 
@@ -24,9 +24,7 @@ class NatsBroker:
     """A stream and a durable consumer of their own, on a loop in a thread as an app's would be."""
 
     lane = None
-    ordered_lanes = False
     counts_attempts = False
-    restarts = False
 
     def __init__(self, url: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -91,7 +89,7 @@ class NatsBroker:
         self._loop.close()
 
 
-class TestNats(Conformance):
+class TestNats(Extends, Conformance):
     @pytest.fixture
     def broker(self, nats_server: Server) -> Iterator[NatsBroker]:
         broker = NatsBroker(nats_server.url)

@@ -1,7 +1,8 @@
 """What every transport must do, whatever broker is behind it.
 
-A transport's test module makes a class of its own from `Conformance` and gives it a `broker` fixture:
-a `Broker` that knows how to publish to, and how to open channels on, a fresh and empty queue.
+A transport's test module makes a class of its own from `Conformance`, and from those of `Releases`,
+`Extends`, `Ordered` and `Restarts` that its broker can, and gives it a `broker` fixture: a `Broker` that
+knows how to publish to, and how to open channels on, a fresh and empty queue.
 """
 
 from __future__ import annotations
@@ -32,12 +33,8 @@ class Broker(Protocol):
     queue: str
     lane: str | None
     """Where messages go whose order matters to a test; None if the queue is in order without one."""
-    ordered_lanes: bool
-    """Whether messages of one lane wait for each other."""
     counts_attempts: bool
     """Whether only failed deliveries count as attempts: giving back does not."""
-    restarts: bool
-    """Whether the broker keeps its data when it restarts, and this one can be restarted."""
 
     def publish(self, message: Outgoing) -> Published: ...
 
@@ -50,14 +47,18 @@ class Broker(Protocol):
     def lease(self) -> float:
         """How long a delivery is a consumer's own."""
 
-    def restart(self) -> None:
-        """Stop the broker and start it again, with the same address and data; return when it is up."""
-
     def dead_letters(self) -> list[tuple[bytes, str]]:
         """Body and error of what was rejected."""
 
     def run_async(self, use: Callable[[AsyncChannel], Any]) -> None:
         """Call `use` with an awaitable channel on the queue, in a loop."""
+
+
+class Restartable(Broker, Protocol):
+    """One that can be restarted."""
+
+    def restart(self) -> None:
+        """Stop the broker and start it again, with the same address and data; return when it is up."""
 
 
 @dataclass
@@ -130,12 +131,100 @@ NASTY = "1 error for Order\nid\r\n  must be an int, got '\0\ud800\ufffe\x9f' " +
 """What brokers refuse in a header, each something else of it."""
 
 
+class Releases:
+    """A message that is given back is anybody's at once."""
+
+    def test_a_nacked_message_is_there_at_once(self, queue: Queue) -> None:
+        queue.publish(b"1", b"2")
+        queue.channel.nack(queue.one())
+        again = queue.one()
+        assert again.data in (b"1", b"2")
+        assert again.attempt == 1 or not queue.broker.counts_attempts
+        queue.channel.ack(again)
+        queue.channel.ack(queue.one())
+        assert queue.empty()
+
+    def test_a_message_given_back_goes_to_another_consumer(self, queue: Queue) -> None:
+        queue.publish(b"1")
+        delivery = queue.one()
+        other = Queue(queue.broker, queue.broker.channel())
+        queue.channel.nack(delivery)
+        queue.channel.close()
+        again = other.one()
+        assert again.data == b"1"
+        other.channel.ack(again)
+
+
+class Extends(Releases):
+    """A lease can be renewed, so that a slow handler keeps its message."""
+
+    def test_a_handler_slower_than_the_lease_keeps_its_message_and_those_behind_it(
+        self, queue: Queue
+    ) -> None:
+        # A machine that stands still for most of a lease loses it; three times in a row would be our fault.
+        for _ in range(3):
+            if (seen := slowly(queue)) == [b"slow", b"behind"]:
+                break
+            while left := queue.receive():
+                queue.channel.ack(*left)
+        assert seen == [b"slow", b"behind"]
+        assert queue.empty()
+
+
+class Ordered:
+    """Messages of one lane wait for each other."""
+
+    def test_a_lane_is_in_order_and_waits_for_its_first_message(self, queue: Queue) -> None:
+        queue.publish(b"1", b"2", b"3", lane="eu")
+        queue.channel.nack(queue.one())
+        assert queue.one().data == b"1"
+        assert queue.empty()
+
+    def test_what_was_buffered_behind_a_message_given_back_does_not_overtake_it(self, queue: Queue) -> None:
+        queue.publish(b"1", b"2", b"3", lane="eu")
+        batch = list(queue.receive(limit=3))
+        assert batch[0].data == b"1"
+        for delivery in batch:
+            queue.channel.nack(delivery)
+        seen = []
+        while len(seen) < 3:
+            for delivery in queue.receive():
+                seen.append(delivery.data)
+                queue.channel.ack(delivery)
+        assert seen == [b"1", b"2", b"3"]
+
+
+class Restarts:
+    """The broker keeps its messages when it restarts, and this one can be restarted."""
+
+    def test_a_restarted_broker_still_has_the_messages_and_their_attempts(
+        self, queue: Queue, broker: Restartable
+    ) -> None:
+        queue.publish(b"1")
+        queue.channel.requeue(queue.one(), 0)
+        queue.channel.requeue(queue.one(), 1.0)
+        broker.restart()
+        delivery = queue.in_the_end()
+        assert delivery.data == b"1"
+        assert delivery.attempt >= 3
+        queue.channel.ack(delivery)
+        queue.publish(b"2")
+        after = queue.in_the_end()
+        assert after.data == b"2"
+        queue.channel.ack(after)
+
+
 class Conformance:
     """The suite."""
 
     @pytest.fixture
     def queue(self, broker: Broker) -> Queue:
         return Queue(broker, broker.channel())
+
+    def test_what_the_channel_says_it_can_is_asked_of_it(self, queue: Queue) -> None:
+        can = queue.channel.capabilities
+        if can.nack is NackMeans.RELEASE:
+            assert isinstance(self, Extends if can.extends else Releases)
 
     def test_what_is_published_is_received_whole(self, queue: Queue) -> None:
         body = bytes(range(256))
@@ -170,18 +259,6 @@ class Conformance:
                 received.append(delivery.data)
                 queue.channel.ack(delivery)
         assert received == [b"%d" % n for n in range(5)]
-
-    def test_a_nacked_message_is_there_at_once(self, queue: Queue) -> None:
-        if queue.channel.capabilities.nack is not NackMeans.RELEASE:
-            return
-        queue.publish(b"1", b"2")
-        queue.channel.nack(queue.one())
-        again = queue.one()
-        assert again.data in (b"1", b"2")
-        assert again.attempt == 1 or not queue.broker.counts_attempts
-        queue.channel.ack(again)
-        queue.channel.ack(queue.one())
-        assert queue.empty()
 
     def test_a_requeued_message_comes_after_its_delay_and_counts(self, queue: Queue) -> None:
         queue.publish(b"1")
@@ -245,72 +322,6 @@ class Conformance:
             queue.channel.extend(delivery)
         assert queue.empty()
         queue.channel.ack(delivery)
-
-    def test_a_handler_slower_than_the_lease_keeps_its_message_and_those_behind_it(
-        self, queue: Queue
-    ) -> None:
-        can = queue.channel.capabilities
-        if not can.extends or can.nack is not NackMeans.RELEASE:
-            return
-        # A machine that stands still for most of a lease loses it; three times in a row would be our fault.
-        for _ in range(3):
-            if (seen := slowly(queue)) == [b"slow", b"behind"]:
-                break
-            while left := queue.receive():
-                queue.channel.ack(*left)
-        assert seen == [b"slow", b"behind"]
-        assert queue.empty()
-
-    def test_a_lane_is_in_order_and_waits_for_its_first_message(self, queue: Queue) -> None:
-        if not queue.broker.ordered_lanes:
-            return
-        queue.publish(b"1", b"2", b"3", lane="eu")
-        queue.channel.nack(queue.one())
-        assert queue.one().data == b"1"
-        assert queue.empty()
-
-    def test_what_was_buffered_behind_a_message_given_back_does_not_overtake_it(self, queue: Queue) -> None:
-        if not queue.broker.ordered_lanes:
-            return
-        queue.publish(b"1", b"2", b"3", lane="eu")
-        batch = list(queue.receive(limit=3))
-        assert batch[0].data == b"1"
-        for delivery in batch:
-            queue.channel.nack(delivery)
-        seen = []
-        while len(seen) < 3:
-            for delivery in queue.receive():
-                seen.append(delivery.data)
-                queue.channel.ack(delivery)
-        assert seen == [b"1", b"2", b"3"]
-
-    def test_a_message_given_back_goes_to_another_consumer(self, queue: Queue) -> None:
-        if queue.channel.capabilities.nack is not NackMeans.RELEASE:
-            return
-        queue.publish(b"1")
-        delivery = queue.one()
-        other = Queue(queue.broker, queue.broker.channel())
-        queue.channel.nack(delivery)
-        queue.channel.close()
-        again = other.one()
-        assert again.data == b"1"
-        other.channel.ack(again)
-
-    def test_a_restarted_broker_still_has_the_messages_and_their_attempts(self, queue: Queue) -> None:
-        if not queue.broker.restarts:
-            return
-        queue.publish(b"1")
-        queue.channel.requeue(queue.one(), 0)
-        queue.channel.requeue(queue.one(), 1.0)
-        queue.broker.restart()
-        delivery = queue.in_the_end()
-        assert delivery.data == b"1"
-        assert delivery.attempt >= 3
-        queue.channel.ack(delivery)
-        queue.publish(b"2")
-        after = queue.in_the_end()
-        assert after.data == b"2"
-        queue.channel.ack(after)
 
     def test_the_async_face_does_the_same(self, broker: Broker) -> None:
         for body in (b"ack", b"nack", b"requeue", b"reject"):

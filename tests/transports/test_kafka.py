@@ -42,7 +42,7 @@ from tests.brokers.kafka import (
 )
 from tests.conftest import Order
 from tests.transports.blocking import block_on_the_first
-from tests.transports.conformance import Conformance, Queue
+from tests.transports.conformance import Conformance, Ordered, Queue, Releases
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
 
@@ -64,9 +64,7 @@ def address(kafka: Cluster, query: str = NEWER) -> str:
 
 class KafkaBroker:
     lane: str | None = "one"
-    ordered_lanes = True
     counts_attempts = True
-    restarts = False
 
     def __init__(self, kafka: Cluster, settings: KafkaTopic, partitions: int = 1, query: str = NEWER) -> None:
         self.kafka = kafka
@@ -97,9 +95,6 @@ class KafkaBroker:
 
     def lease(self) -> float:
         return LEASE
-
-    def restart(self) -> None:
-        raise NotImplementedError("the mock cluster keeps nothing")
 
     def dead_letters(self) -> list[tuple[bytes, str]]:
         return [(data, headers["settled-error"]) for data, headers in self.records(f"{self.queue}.dead")]
@@ -161,7 +156,7 @@ def broker(kafka: Cluster) -> Iterator[KafkaBroker]:
         yield found
 
 
-class TestKafka(Conformance):
+class TestKafka(Ordered, Conformance):
     @pytest.fixture
     def broker(self, kafka: Cluster) -> Iterator[KafkaBroker]:
         with broker_of(kafka, KafkaTopic(lease=LEASE), query=CLASSIC) as found:
@@ -593,7 +588,6 @@ def test_none_of_ten_thousand_messages_is_lost_when_the_consumer_is_killed(
 
 class ShareBroker(KafkaBroker):
     lane = None
-    ordered_lanes = False
     counts_attempts = False
 
     def lease(self) -> float:
@@ -615,7 +609,7 @@ def shared(kafka: Cluster) -> Iterator[ShareBroker]:
         found.close()
 
 
-class TestShareGroup(Conformance):
+class TestShareGroup(Releases, Conformance):
     @pytest.fixture
     def broker(self, shared: ShareBroker) -> ShareBroker:
         return shared

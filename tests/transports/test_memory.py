@@ -15,15 +15,13 @@ from settled.settlement import Reject
 from settled.transports.base import AsyncChannel, Channel, Outgoing, Published, Source
 from settled.transports.lanes import QueueOptions
 from settled.transports.memory import MemoryChannel, MemoryTransport
-from tests.transports.conformance import Conformance
+from tests.transports.conformance import Conformance, Extends, Ordered
 
 
 class MemoryBroker:
     queue = "orders"
     lane = None
-    ordered_lanes = True
     counts_attempts = True
-    restarts = False
 
     def __init__(self, clock: VirtualClock | None) -> None:
         self.clock = clock
@@ -53,7 +51,7 @@ class MemoryBroker:
         asyncio.run(main())
 
 
-class TestMemory(Conformance):
+class TestMemory(Extends, Ordered, Conformance):
     @pytest.fixture
     def broker(self, request: pytest.FixtureRequest) -> MemoryBroker:
         # Waking a receive, or extending a lease meanwhile, only means something where time passes by itself.

@@ -27,7 +27,7 @@ from settled.transports.faces import BlockingChannel
 from settled.transports.mqtt import MqttTopic, MqttTransport, PublishFailed
 from tests.brokers.mosquitto import Mosquitto, mosquitto
 from tests.conftest import Order
-from tests.transports.conformance import Conformance, Queue
+from tests.transports.conformance import Conformance, Queue, Releases, Restarts
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
 
@@ -42,9 +42,7 @@ def server() -> Iterator[Mosquitto]:
 
 class MqttBroker:
     lane = None
-    ordered_lanes = False
     counts_attempts = True
-    restarts = True
 
     def __init__(self, server: Mosquitto) -> None:
         self.server = server
@@ -111,7 +109,7 @@ def broker(server: Mosquitto) -> Iterator[MqttBroker]:
     found.close()
 
 
-class TestMqtt(Conformance):
+class TestMqtt(Releases, Restarts, Conformance):
     def test_an_unsettled_message_comes_again_when_its_lease_is_over(self, queue: Queue) -> None:
         """There is no lease that runs out: the session has it until it is acknowledged."""
         queue.publish(b"1")

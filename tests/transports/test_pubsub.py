@@ -19,7 +19,7 @@ from tests.brokers.looped import LoopedBroker, name
 from tests.brokers.processes import Server
 from tests.brokers.pubsub import emulator, emulator_jar, pubsub_server
 from tests.transports.blocking import block_on_the_first
-from tests.transports.conformance import Conformance
+from tests.transports.conformance import Conformance, Extends, Ordered, Restarts
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
 
@@ -65,8 +65,6 @@ class PubSubBroker(LoopedBroker):
 
 class OrderedBroker(PubSubBroker):
     lane = "one"
-    ordered_lanes = True
-    restarts = True
 
 
 @pytest.fixture
@@ -76,7 +74,7 @@ def broker(server: Server) -> Iterator[PubSubBroker]:
     found.close()
 
 
-class TestStandIn(Conformance):
+class TestStandIn(Extends, Ordered, Restarts, Conformance):
     @pytest.fixture
     def broker(self, server: Server) -> Iterator[PubSubBroker]:
         found = OrderedBroker(server, settings=Subscription(ordered=True))
@@ -102,11 +100,11 @@ class TestGooglesEmulator:
     queue = Conformance.queue
     test_whole = Conformance.test_what_is_published_is_received_whole
     test_empty = Conformance.test_an_empty_queue_gives_nothing
-    test_nack = Conformance.test_a_nacked_message_is_there_at_once
+    test_nack = Extends.test_a_nacked_message_is_there_at_once
     test_requeue = Conformance.test_a_requeued_message_comes_after_its_delay_and_counts
     test_immediate = Conformance.test_a_requeue_of_no_delay_is_immediate
     test_reject = Conformance.test_a_rejected_message_is_a_dead_letter_with_its_body_and_error
-    test_other = Conformance.test_a_message_given_back_goes_to_another_consumer
+    test_other = Extends.test_a_message_given_back_goes_to_another_consumer
     test_async = Conformance.test_the_async_face_does_the_same
     test_woken = Conformance.test_a_waiting_receive_is_woken
 

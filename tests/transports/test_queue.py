@@ -25,16 +25,21 @@ from settled.transports.http import HttpTransport
 from settled.transports.postgres import PostgresTransport
 from settled.transports.queue import Backend, QueueChannel, QueueTransport
 from tests.conftest import Order
-from tests.transports.conformance import Conformance
+from tests.transports.conformance import Conformance, Extends, Ordered, Restarts
 
 LEASE = 2
 
 
 @pytest.fixture(scope="module")
-def dsn() -> Iterator[str]:
+def postgres() -> Iterator[EmbeddedPostgres]:
     # Not under pytest's own directory: root's Postgres runs as somebody who may not enter that.
     with tempfile.TemporaryDirectory() as directory, EmbeddedPostgres.start(directory) as server:
-        yield server.dsn
+        yield server
+
+
+@pytest.fixture(scope="module")
+def dsn(postgres: EmbeddedPostgres) -> str:
+    return postgres.dsn
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +50,14 @@ def url(dsn: str) -> Iterator[str]:
 
 class QueueBroker:
     lane = "one"
-    ordered_lanes = True
     counts_attempts = True
-    restarts = False
 
-    def __init__(self, transport: QueueTransport, dsn: str) -> None:
+    def __init__(self, transport: QueueTransport, postgres: EmbeddedPostgres) -> None:
+        self.restart = postgres.restart
         self.queue = f"orders-{uuid.uuid4().hex[:8]}"
         self.transport = transport
         self.portal = Portal("test")
-        self.engine = self.portal.run(_open(dsn))
+        self.engine = self.portal.run(_open(postgres.dsn))
         self.configure({"leaseTime": LEASE, "retryLimit": 10, "retryDelay": 1000})
 
     def configure(self, options: dict[str, Any]) -> None:
@@ -99,13 +103,13 @@ def transport(request: pytest.FixtureRequest, dsn: str) -> QueueTransport:
 
 
 @pytest.fixture
-def broker(transport: QueueTransport, dsn: str) -> Iterator[QueueBroker]:
-    found = QueueBroker(transport, dsn)
+def broker(transport: QueueTransport, postgres: EmbeddedPostgres) -> Iterator[QueueBroker]:
+    found = QueueBroker(transport, postgres)
     yield found
     found.close()
 
 
-class TestQueue(Conformance):
+class TestQueue(Extends, Ordered, Restarts, Conformance):
     pass
 
 

@@ -35,7 +35,7 @@ from settled.transports.rabbitmq import PublishFailed, RabbitQueue, RabbitTransp
 from settled.transports.rabbitmq.link import Misdirected
 from tests.brokers.rabbitmq import RabbitServer, rabbitmq
 from tests.conftest import Order
-from tests.transports.conformance import Conformance, Queue
+from tests.transports.conformance import Conformance, Queue, Releases, Restarts
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
 
@@ -50,14 +50,12 @@ def server() -> Iterator[RabbitServer]:
 
 class RabbitBroker:
     lane = None
-    ordered_lanes = False
     counts_attempts = False
 
     def __init__(self, server: RabbitServer, settings: RabbitQueue) -> None:
         self.server = server
         self.queue = f"orders-{uuid.uuid4().hex[:8]}"
         self.settings = settings
-        self.restarts = settings.type == "quorum"
         self.portal = Portal("test")
         self.transport = RabbitTransport(f"{server.url}?create=true&backoff=1")
         self.source = Source(channel=self.queue, settings=settings)
@@ -133,7 +131,7 @@ def broker(request: pytest.FixtureRequest, open_broker: Callable[..., RabbitBrok
     return open_broker(type=request.param)
 
 
-class TestQuorumQueue(Conformance):
+class TestQuorumQueue(Releases, Restarts, Conformance):
     @pytest.fixture
     def broker(self, open_broker: Callable[..., RabbitBroker]) -> RabbitBroker:
         return open_broker(type="quorum")
@@ -158,11 +156,11 @@ class TestClassicQueue:
 
     queue = Conformance.queue
     test_whole = Conformance.test_what_is_published_is_received_whole
-    test_nack = Conformance.test_a_nacked_message_is_there_at_once
+    test_nack = Releases.test_a_nacked_message_is_there_at_once
     test_delay = Conformance.test_a_requeued_message_comes_after_its_delay_and_counts
     test_immediate_requeue = Conformance.test_a_requeue_of_no_delay_is_immediate
     test_dead_letters = Conformance.test_a_rejected_message_is_a_dead_letter_with_its_body_and_error
-    test_another_consumer = Conformance.test_a_message_given_back_goes_to_another_consumer
+    test_another_consumer = Releases.test_a_message_given_back_goes_to_another_consumer
     test_async_face = Conformance.test_the_async_face_does_the_same
 
 

@@ -37,7 +37,7 @@ from settled.transports.redis.lists import element, unwrap
 from settled.transports.redis.streams import written
 from tests.brokers.redis import Server, server
 from tests.conftest import Order
-from tests.transports.conformance import Conformance
+from tests.transports.conformance import Conformance, Extends, Restarts
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
 
@@ -52,9 +52,7 @@ def valkey() -> Iterator[Server]:
 
 class RedisBroker:
     lane = None
-    ordered_lanes = False
     counts_attempts = True
-    restarts = True
 
     def __init__(self, one: Server, settings: RedisStream | RedisList) -> None:
         self.server = one
@@ -148,13 +146,13 @@ def queue_list(valkey: Server) -> Iterator[RedisBroker]:
         yield found
 
 
-class TestStream(Conformance):
+class TestStream(Extends, Restarts, Conformance):
     @pytest.fixture
     def broker(self, stream: RedisBroker) -> RedisBroker:
         return stream
 
 
-class TestList(Conformance):
+class TestList(Extends, Restarts, Conformance):
     @pytest.fixture
     def broker(self, queue_list: RedisBroker) -> RedisBroker:
         return queue_list

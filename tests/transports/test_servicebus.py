@@ -22,7 +22,7 @@ from tests.brokers.looped import LoopedBroker, name
 from tests.brokers.processes import Server
 from tests.brokers.servicebus import LOCK, servicebus_server
 from tests.transports.blocking import block_on_the_first
-from tests.transports.conformance import Conformance
+from tests.transports.conformance import Conformance, Extends, Ordered, Releases, Restarts
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
 
@@ -47,7 +47,6 @@ def url_of(server: Server) -> str:
 
 class ServiceBusBroker(LoopedBroker):
     transport: ServiceBusTransport
-    restarts = True
     lost = False
 
     def __init__(self, server: Server, source: Source | None = None) -> None:
@@ -89,8 +88,6 @@ class ServiceBusBroker(LoopedBroker):
 
 class SessionBroker(ServiceBusBroker):
     lane = "one"
-    ordered_lanes = True
-    restarts = False
 
 
 @pytest.fixture
@@ -107,7 +104,7 @@ def sessions(server: Server) -> Iterator[SessionBroker]:
     found.close()
 
 
-class TestQueue(Conformance):
+class TestQueue(Extends, Restarts, Conformance):
     pass
 
 
@@ -117,10 +114,10 @@ class TestSessions:
     queue = Conformance.queue
     test_limit = Conformance.test_a_limit_is_a_limit
     test_extend = Conformance.test_an_extended_lease_holds
-    test_slow = Conformance.test_a_handler_slower_than_the_lease_keeps_its_message_and_those_behind_it
-    test_lane = Conformance.test_a_lane_is_in_order_and_waits_for_its_first_message
-    test_buffered = Conformance.test_what_was_buffered_behind_a_message_given_back_does_not_overtake_it
-    test_other = Conformance.test_a_message_given_back_goes_to_another_consumer
+    test_slow = Extends.test_a_handler_slower_than_the_lease_keeps_its_message_and_those_behind_it
+    test_lane = Ordered.test_a_lane_is_in_order_and_waits_for_its_first_message
+    test_buffered = Ordered.test_what_was_buffered_behind_a_message_given_back_does_not_overtake_it
+    test_other = Releases.test_a_message_given_back_goes_to_another_consumer
     test_woken = Conformance.test_a_waiting_receive_is_woken
 
     @pytest.fixture

@@ -20,7 +20,7 @@ from tests.brokers.looped import LoopedBroker, name
 from tests.brokers.processes import Server
 from tests.brokers.sqs import CREDENTIALS, sqs_server
 from tests.transports.blocking import block_on_the_first
-from tests.transports.conformance import Conformance
+from tests.transports.conformance import Conformance, Extends, Ordered, Releases
 from tests.transports.crashing import MESSAGES, consume_with_crashes
 from tests.transports.refusing import carry
 
@@ -64,7 +64,6 @@ class SqsBroker(LoopedBroker):
 
 class FifoBroker(SqsBroker):
     lane = "one"
-    ordered_lanes = True
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def fifo(url: str) -> Iterator[FifoBroker]:
     found.close()
 
 
-class TestStandard(Conformance):
+class TestStandard(Extends, Conformance):
     pass
 
 
@@ -91,12 +90,12 @@ class TestFifo:
     queue = Conformance.queue
     test_whole = Conformance.test_what_is_published_is_received_whole
     test_limit = Conformance.test_a_limit_is_a_limit
-    test_nack = Conformance.test_a_nacked_message_is_there_at_once
+    test_nack = Releases.test_a_nacked_message_is_there_at_once
     test_requeue = Conformance.test_a_requeued_message_comes_after_its_delay_and_counts
     test_reject = Conformance.test_a_rejected_message_is_a_dead_letter_with_its_body_and_error
-    test_lane = Conformance.test_a_lane_is_in_order_and_waits_for_its_first_message
-    test_buffered = Conformance.test_what_was_buffered_behind_a_message_given_back_does_not_overtake_it
-    test_other = Conformance.test_a_message_given_back_goes_to_another_consumer
+    test_lane = Ordered.test_a_lane_is_in_order_and_waits_for_its_first_message
+    test_buffered = Ordered.test_what_was_buffered_behind_a_message_given_back_does_not_overtake_it
+    test_other = Releases.test_a_message_given_back_goes_to_another_consumer
     test_async = Conformance.test_the_async_face_does_the_same
 
     @pytest.fixture
