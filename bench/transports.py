@@ -101,12 +101,14 @@ async def read_settled(one: Contender, queue: str, messages: int) -> Span:
 
 
 async def _sent(app: App) -> None:
-    """Wait for the acks that the queue's channel has on its way when the pump is through with them."""
+    """Wait for the acks that a channel has on its way when the pump is through with them."""
     for crew in app._runner.crews if app._runner is not None else ():
         for pump in crew.pumps:
             sending = getattr(pump.channel, "_sending", None)
             if sending is not None:
                 await asyncio.wait([sending])
+            while any(lane.uncommitted() for lane in getattr(pump.channel, "_lanes", {}).values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.0005)
 
 
 async def race(name: str, messages: int, rounds: int) -> Result:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from settled import App, ConfigurationError, Defer, DontAck, Message, Policy
 from settled.bridge import Bridge
@@ -375,6 +375,31 @@ def test_a_commit_that_fails_reaches_the_caller_and_the_next_one_makes_up_for_it
     assert bodies(drain(channel, 1)) == [b"2"]
     channel.close()
     assert one(broker.channel()).data == b"3"
+
+
+def committed(broker: KafkaBroker) -> int:
+    """The offset the group's next consumer begins at."""
+    looker = Consumer({"bootstrap.servers": broker.kafka.address, "group.id": broker.queue})
+    try:
+        return looker.committed([TopicPartition(broker.queue, 0)], timeout=10)[0].offset
+    finally:
+        looker.close()
+
+
+def test_what_a_handler_is_through_with_is_committed_while_the_next_is_handled(broker: KafkaBroker) -> None:
+    for body in (b"1", b"2"):
+        broker.publish(Outgoing(subject=broker.queue, data=body))
+    channel = broker.channel()
+    first = one(channel)
+    first.handled = True
+    broker.kafka.fail(OFFSET_COMMIT, GROUP_AUTHORIZATION_FAILED, 1)
+    channel.ack(first)
+    second = one(channel)
+    second.handled = True
+    channel.ack(second)
+    # Waiting for more is no reason not to commit.
+    assert not channel.receive(1, 0.5)
+    assert committed(broker) == 2
 
 
 def test_a_consumer_that_its_group_has_left_behind_still_ends_and_leaves(broker: KafkaBroker) -> None:

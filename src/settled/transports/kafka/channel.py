@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -44,8 +45,8 @@ class KafkaChannel:
 
     The offset committed for a partition is that of its first message which is not settled. How often that one
     failed, and until when it waits, is kept in the metadata of the commit: order, count and delay outlive a
-    restart and a rebalance. With a buffer of one, every settlement is committed when its call returns; with a
-    larger one, when the last of the batch is settled or after 50 ms.
+    restart and a rebalance. A commit is begun when the last of a batch is acked, after 50 ms at the latest; a
+    handler that acks the last one itself waits for it, and the pump goes on meanwhile.
     """
 
     capabilities = Capabilities(
@@ -60,17 +61,16 @@ class KafkaChannel:
         self._group = source.group or DEFAULT_GROUP
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._paused: set[tuple[str, int]] = set()
-        # Lanes change in the polling thread, at a rebalance, and in the loop, when a message is settled.
+        # Lanes change in the client's thread, at a rebalance, and in the loop, when a message is settled.
         self._lock = threading.Lock()
         self._committing = asyncio.Lock()
         self._consumer: Consumer | None = None
-        self._polling: Thread | None = None
-        self._telling: Thread | None = None
+        self._thread: Thread | None = None
         self._polled = 0.0
         self._wakes = 0
         self._trouble: KafkaException | None = None
-        # Something is acked that no commit has been begun for; those that will.
-        self._noted = False
+        # When what is acked is committed, if no commit has been begun for it; those that will.
+        self._commit_within = math.inf
         self._flushing: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
 
@@ -84,6 +84,9 @@ class KafkaChannel:
                 taken = self._ready(limit, time.time())
             if taken:
                 return taken
+        if self._committing.locked() or self._commit_within < math.inf:
+            # The client does one thing at a time: a commit would wait until this poll is over.
+            await self._flush(0)
         until = loop.time() + timeout
         while True:
             wait = max(0.0, min(_SLICE, until - loop.time()))
@@ -94,9 +97,9 @@ class KafkaChannel:
     async def _poll(
         self, call: Callable[[int, float], list[KafkaDelivery]], limit: int, wait: float
     ) -> list[KafkaDelivery]:
-        if self._polling is None:
-            self._polling = Thread("settled-kafka-poll")
-        polling = self._polling.run(call, limit, wait)
+        if self._thread is None:
+            self._thread = Thread("settled-kafka")
+        polling = self._thread.run(call, limit, wait)
         try:
             return await asyncio.shield(polling)
         except asyncio.CancelledError:
@@ -113,7 +116,7 @@ class KafkaChannel:
                     delivery.home.give_back(delivery)
 
     def _take(self, limit: int, wait: float) -> list[KafkaDelivery]:
-        """In the polling thread: what waits, else what the broker has."""
+        """In the client's thread: what waits, else what the broker has."""
         consumer = self._consumer or self._join()
         if time.monotonic() - self._polled >= _SLICE and any(lane.waiting for lane in self._lanes.values()):
             # The group hears of us, and we of it, also while there is enough to hand out.
@@ -260,11 +263,11 @@ class KafkaChannel:
         with self._lock:
             home.settle(mine)
             more = home.out or any(lane.out for lane in self._lanes.values())
-        if not more:
+        if not more and not mine.handled:  # the handler itself waits for it
             await self._commit()
-        elif not self._noted:
-            self._noted = True
-            flushing = asyncio.create_task(self._flush(), name="kafka-commit")
+        elif (after := _FLUSH_AFTER if more else 0.0) < self._commit_within:
+            self._commit_within = after
+            flushing = asyncio.create_task(self._flush(after), name="kafka-commit")
             self._flushing.add(flushing)
             flushing.add_done_callback(self._flushing.discard)
 
@@ -304,14 +307,12 @@ class KafkaChannel:
             if task is not None:
                 task.cancel()
         self._keeper = None
-        polling, self._polling = self._polling, None
-        if polling is None:
+        thread, self._thread = self._thread, None
+        if thread is None:
             return
         # Giving up the partitions commits what is settled of them.
-        await polling.run(self._leave)
-        polling.end()
-        if self._telling is not None:
-            self._telling.end()
+        await thread.run(self._leave)
+        thread.end()
 
     def _leave(self) -> None:
         consumer, self._consumer = self._consumer, None
@@ -323,12 +324,13 @@ class KafkaChannel:
 
     async def _commit(self) -> None:
         async with self._committing:
-            consumer = self._consumer
+            consumer, thread = self._consumer, self._thread
+            # What is acked from here on needs another.
+            self._commit_within = math.inf
             with self._lock:
                 wanted = _wanted(self._lanes.values())
-            if wanted and consumer is not None:
-                self._telling = self._telling or Thread("settled-kafka-commit")
-                await self._telling.run(self._commit_now, consumer, wanted)
+            if wanted and consumer is not None and thread is not None:
+                await thread.run(self._commit_now, consumer, wanted)
 
     def _commit_now(self, consumer: Consumer, wanted: list[tuple[Lane, int, str]]) -> None:
         if not wanted:
@@ -358,10 +360,8 @@ class KafkaChannel:
             raise error
         logger.info("%s: committed later: %s", self._source.channel, error)
 
-    async def _flush(self) -> None:
-        await asyncio.sleep(_FLUSH_AFTER)
-        # What is acked from here on needs another.
-        self._noted = False
+    async def _flush(self, after: float) -> None:
+        await asyncio.sleep(after)
         try:
             await self._commit()
         except Exception as error:
