@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,8 +133,9 @@ async def test_a_refused_transaction_does_not_cost_a_partition_its_memory(engine
 @with_engine
 async def test_memory_of_ids_is_kept_for_partitions_in_use(engine: Engine) -> None:
     worker = engine._core.janitor
-    limit, janitor.REMEMBERED_IDS = janitor.REMEMBERED_IDS, 100
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(janitor, "RESTING_IDS", 100)
+        patch.setattr(janitor, "REMEMBERED_IDS", 100)
         await engine.configure("short", {"retentionEnabled": True, "retentionSeconds": 1})
         for queue in ("old", "short", "used"):
             await push(engine, queue, *(f"id-{i}" for i in range(80)))
@@ -149,8 +151,6 @@ async def test_memory_of_ids_is_kept_for_partitions_in_use(engine: Engine) -> No
         assert [_lane(engine, queue).remembered.size for queue in ("old", "short", "used")] == [0, 0, 81]
         for queue, status in (("old", "duplicate"), ("short", "queued"), ("used", "duplicate")):
             assert (await push(engine, queue, "id-3"))[0].status == status
-    finally:
-        janitor.REMEMBERED_IDS = limit
 
 
 @with_engine

@@ -34,8 +34,10 @@ JOURNAL_STEP = 2000
 JOURNAL_BUDGET = 1.0
 """Seconds a round may take for it."""
 LEASE_MEMORY = 3600.0
+RESTING_IDS = 4_000_000
+"""With more ids in memory, those of partitions that nobody pushes to are read again when somebody does."""
 REMEMBERED_IDS = 12_000_000
-LONG_UNUSED = 60
+LONG_UNUSED = 12
 """Rounds."""
 
 
@@ -169,14 +171,17 @@ class Janitor:
         memory.rounds += 1
         if memory.total <= REMEMBERED_IDS:
             self._warned = False
+        if memory.total <= RESTING_IDS:
             return
         lanes = [lane for lane in core.registry.lanes_by_id.values() if lane.remembered.size]
         lanes.sort(key=lambda lane: lane.remembered.used)
         for lane in lanes:
-            if memory.total <= REMEMBERED_IDS:
+            if memory.total <= RESTING_IDS:
                 return
             if not lane.busy and memory.rounds - lane.remembered.used > LONG_UNUSED:
                 lane.remembered.forget()
+        if memory.total <= REMEMBERED_IDS:
+            return
         await self._trim_memory(sorted(lanes, key=lambda lane: lane.remembered.size, reverse=True))
         if memory.total > REMEMBERED_IDS and not self._warned:
             self._warned = True
