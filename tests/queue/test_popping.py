@@ -242,16 +242,18 @@ async def test_a_pop_of_any_lane_does_not_look_at_idle_lanes(engine: Engine) -> 
     await drain(engine, "q")
     rounds = 100
 
-    async def measure() -> float:
-        started = time.perf_counter()
-        for i in range(rounds):
-            await push(engine, "q", f"{started}-{i}")
+    async def quickest() -> float:
+        took = []
+        for _ in range(rounds):
+            started = time.perf_counter()
+            await push(engine, "q", f"{started}")
             assert len(await pop(engine, "q", 1, auto_ack=True)) == 1
-        return time.perf_counter() - started
+            took.append(time.perf_counter() - started)
+        return min(took)
 
-    crowded = await measure()
+    crowded = await quickest()
     await engine._core.pool.fetch("delete from lane where name like 'idle%'")
-    assert crowded < 3 * await measure()
+    assert crowded < 3 * await quickest()
 
 
 @with_engine

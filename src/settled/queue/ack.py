@@ -185,8 +185,8 @@ class Settler:
         while True:
             acks = self.plain.take(self._out) if self._turns.may_start(len(self.plain.pending)) else {}
             if acks:
-                with self._turns.out(sum(map(len, acks.values()))):
-                    await self._hold(acks, self.plain.apply(link, acks))
+                with self._turns.out(sum(map(len, acks.values()))) as landed:
+                    await self._hold(acks, self.plain.apply(link, acks, landed))
             taken = self._take()
             if taken:
                 leases = {mark.lease for settlement in taken for mark in settlement.marks}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from settled.queue.leases import Lease, Leases
     from settled.queue.ready import ReadySets
     from settled.queue.soon import Done
+    from settled.queue.turns import Landed
     from settled.queue.types import AckItem
 
 SETTLE_ACKS = (
@@ -121,29 +122,32 @@ class AckQueue:
         self.pending = deque(later)
         return taken
 
-    async def apply(self, link: Link, taken: dict[Lease, list[Acks]]) -> None:
+    async def apply(self, link: Link, taken: dict[Lease, list[Acks]], landed: Landed) -> None:
         """Settle and answer; what is in the way is found by halves, so that nobody else suffers from it."""
         leases = sorted(taken, key=lambda lease: lease.key)
         try:
             row = await self._call(link, leases, taken)
         except asyncpg.PostgresError:
-            await self._halve(link, leases, taken)
+            await self._halve(link, leases, taken, landed)
         except Exception as error:  # the callers must hear of it, whatever it is
             for acks in taken.values():
                 _answer(acks, error)
         else:
             if row["status"] == "odd":
-                await self._halve(link, leases, taken)
+                await self._halve(link, leases, taken, landed)
             else:
+                await landed()
                 self._finish(leases, taken, row["released"], row["pending"])
 
-    async def _halve(self, link: Link, leases: list[Lease], taken: dict[Lease, list[Acks]]) -> None:
+    async def _halve(
+        self, link: Link, leases: list[Lease], taken: dict[Lease, list[Acks]], landed: Landed
+    ) -> None:
         if len(leases) == 1:
             _answer(taken[leases[0]], None)
             return
         middle = len(leases) // 2
         for half in (leases[:middle], leases[middle:]):
-            await self.apply(link, {lease: taken[lease] for lease in half})
+            await self.apply(link, {lease: taken[lease] for lease in half}, landed)
 
     async def _call(self, link: Link, leases: list[Lease], taken: dict[Lease, list[Acks]]) -> Any:
         bits, firsts, lasts, counts = [], [], [], []

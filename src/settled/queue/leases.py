@@ -67,14 +67,15 @@ class Lease:
         """These messages as bits from `base` on; 0 if one is unknown, parked or named twice."""
         if self.parked:
             return 0
+        if len(transaction_ids) == 1:  # as most are that are acked one by one
+            at = (self._places or self._known()).find(transaction_ids[0]) - self.base
+            return 1 << at if 0 <= at < self.length else 0
         if len(transaction_ids) == self.length and transaction_ids == self.transaction_ids():
             return (1 << self.length) - 1
         places = self._known().find_all(transaction_ids)
         first, last, count = min(places), max(places), len(places)
         if first < self.base or last >= self.base + self.length:
             return 0
-        if count == 1:
-            return 1 << (first - self.base)
         if len(set(places)) != count:
             return 0
         if last - first == count - 1:

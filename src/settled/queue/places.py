@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FEW = 256
+FEW = 2048
 ONE_BY_ONE = 8
 
 

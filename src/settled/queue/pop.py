@@ -16,7 +16,7 @@ from settled.queue.leases import Lease
 from settled.queue.names import lane_of
 from settled.queue.pieces import cut, deal
 from settled.queue.popped import Empty, Popped, PoppedLane
-from settled.queue.turns import Turns
+from settled.queue.turns import Landed, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,9 +124,9 @@ class Popper:
                     return
                 await self._turns.wait()
             asks, self._pending = [ask for ask in self._pending if not ask.gone], []
-            with self._turns.out(len(asks)):
+            with self._turns.out(len(asks)) as landed:
                 try:
-                    await self._flush(link, asks)
+                    await self._flush(link, asks, landed)
                 except asyncpg.PostgresError:
                     for ask in asks:
                         await self._try_alone(link, ask)
@@ -145,7 +145,7 @@ class Popper:
         except Exception as error:  # the caller must hear of it, whatever it is
             ask.finish(error)
 
-    async def _flush(self, link: Link, asks: list[Ask]) -> None:
+    async def _flush(self, link: Link, asks: list[Ask], landed: Landed | None = None) -> None:
         shares = assign(asks)
         try:
             claimed = await claim(link, self._worker, shares, asks[0].older_than if asks else None)
@@ -164,6 +164,8 @@ class Popper:
             for lease, lanes in wide.items():
                 if lanes != [lane_of(lease)]:
                     await link.fetch(sql("wide_lease"), lease, lanes)
+        if landed is not None:
+            await landed()
         for ask in asks:
             ask.finish(unread.get(ask) if ask.popped is None else None)
 

@@ -15,7 +15,7 @@ from settled.queue.cache import micros
 from settled.queue.db import Link, listed, sql
 from settled.queue.errors import Unavailable
 from settled.queue.recall import Recall, read
-from settled.queue.turns import Turns
+from settled.queue.turns import Landed, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -142,9 +142,9 @@ class Pusher:
             batches = self._take()
             if not batches:
                 continue
-            with self._turns.out(len(batches)):
+            with self._turns.out(len(batches)) as landed:
                 try:
-                    await self._flush(link, batches)
+                    await self._flush(link, batches, landed)
                 except Exception as error:  # the callers must hear of it, whatever it is
                     for batch in batches:
                         batch.lane.remembered.rewind()
@@ -180,10 +180,10 @@ class Pusher:
             self._dirty = {}  # or the next look would walk over all that was ever taken out
         return batches
 
-    async def _flush(self, link: Link, batches: list[Batch]) -> None:
+    async def _flush(self, link: Link, batches: list[Batch], landed: Landed) -> None:
         """Append; if the database refuses a flush, each request is tried alone: only the bad one fails."""
         try:
-            await self.append(link, batches)
+            await self.append(link, batches, landed=landed)
         except asyncpg.PostgresError:
             left = [batch for batch in batches if not batch.answered]
             singles = [Batch(batch.lane, [chunk]) for batch in left for chunk in batch.chunks]
@@ -192,7 +192,7 @@ class Pusher:
             for single in singles:
                 single.lane.remembered.rewind()
                 try:
-                    await self.append(link, [single])
+                    await self.append(link, [single], landed=landed)
                 except asyncpg.PostgresError as error:
                     single.fail(error)
 
@@ -201,22 +201,24 @@ class Pusher:
         link: Any,
         batches: list[Batch],
         *,
-        settle: bool = True,
+        landed: Landed | None = None,
         refuse: bool = False,
         scheduled: bool = False,
     ) -> list[Batch]:
         """Append batches through `link`, trying again where another worker was quicker.
 
-        With `settle` the callers are told; without, the caller commits first, then calls `commit`.
+        With `landed` the callers are told when that was awaited; without, the caller commits first and then
+        calls `commit`.
         With `refuse` a duplicate raises `Duplicate`. With `scheduled` these are the ids that waited.
         """
         everything: list[Batch] = []
         waiting = batches
         for _ in range(ATTEMPTS):
             done: list[Batch] = []
-            waiting = await self._attempt(link, waiting, done, settle, refuse, scheduled)
+            waiting = await self._attempt(link, waiting, done, landed is not None, refuse, scheduled)
             everything += done
-            if settle:
+            if landed is not None:
+                await landed()
                 self.commit(done)
             if not waiting:
                 return everything

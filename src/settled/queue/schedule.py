@@ -110,7 +110,7 @@ class Scheduler:
                 chunks = {lane_id: chunk for lane_id, chunk in chunks.items() if chunk.tx}
                 busy = await core.pusher.exclusive([chunk.lane for chunk in chunks.values()])
                 fresh = [Batch(chunk.lane, [chunk]) for chunk in chunks.values()]
-                batches = await core.pusher.append(connection, fresh, settle=False, scheduled=True)
+                batches = await core.pusher.append(connection, fresh, scheduled=True)
                 await connection.fetch(sql("scheduled_done"), moved)
         except Gone:
             return 0

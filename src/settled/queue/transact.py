@@ -85,7 +85,7 @@ class _Pushes:
                 if len(set(own)) < len(own):
                     raise _Refused(f"a transactionId comes twice in partition {chunk.lane.name!r}")
         batches = [Batch(lane, [chunk]) for lane, chunk in self._chunks.items()]
-        self._batches = await self._core.pusher.append(connection, batches, settle=False, refuse=refuse)
+        self._batches = await self._core.pusher.append(connection, batches, refuse=refuse)
         if self._later:
             self._scheduled = await schedule(self._core, connection, self._later)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+Landed: TypeAlias = Callable[[], Awaitable[None]]
 PATIENCE = 0.02  # seconds; a call that takes longer waits for a lock, and those behind it should not
 
 
@@ -37,8 +39,10 @@ class Turns:
         await self._event.wait()
 
     @contextmanager
-    def out(self, count: int) -> Iterator[None]:
-        """A call for so many is out."""
+    def out(self, count: int) -> Iterator[Landed]:
+        """A call for so many is out. Await what this yields when it is back: the next one then starts, and
+        the database works on that while those of this one are answered.
+        """
 
         def back() -> None:
             nonlocal count
@@ -46,10 +50,14 @@ class Turns:
             count = 0
             self._event.set()
 
+        async def landed() -> None:
+            back()
+            await asyncio.sleep(0)
+
         self._out += count
         timer = asyncio.get_running_loop().call_later(PATIENCE, back)
         try:
-            yield
+            yield landed
         finally:
             timer.cancel()
             back()
