@@ -48,6 +48,17 @@ def server() -> Iterator[RabbitServer]:
         yield one
 
 
+async def all_of(server: RabbitServer, queue: str) -> list[aio_pika.abc.AbstractIncomingMessage]:
+    """What a queue has, taken out of it."""
+    found = []
+    async with await aio_pika.connect(server.url) as connection:
+        reading = await (await connection.channel()).get_queue(queue)
+        while (message := await reading.get(fail=False)) is not None:
+            await message.ack()
+            found.append(message)
+    return found
+
+
 class RabbitBroker:
     lane = None
     counts_attempts = False
@@ -89,16 +100,7 @@ class RabbitBroker:
         ]
 
     def all_of(self, queue: str) -> list[aio_pika.abc.AbstractIncomingMessage]:
-        async def read() -> list[aio_pika.abc.AbstractIncomingMessage]:
-            found = []
-            async with await aio_pika.connect(self.server.url) as connection:
-                reading = await (await connection.channel()).get_queue(queue)
-                while (message := await reading.get(fail=False)) is not None:
-                    await message.ack()
-                    found.append(message)
-            return found
-
-        return self.portal.run(read())
+        return self.portal.run(all_of(self.server, queue))
 
     def run_async(self, use: Callable[[AsyncChannel], Any]) -> None:
         async def main() -> None:
@@ -461,9 +463,9 @@ def test_every_group_of_an_exchange_gets_every_message(server: RabbitServer) -> 
         async with asyncio.timeout(60):
             while not app.status().running or app.status().subscriptions[1].status.value != "started":
                 await asyncio.sleep(0.02)
-            for number in (1, 2):
-                await app.publish("orders", Order(number))
-            while len(seen) < 5:
+            await app.publish("orders", Order(1))
+            await app.publish("orders", Order(2), id="m" * 255)
+            while len(seen) < 5 or not app.status().counts.rejected:
                 await asyncio.sleep(0.02)
             assert app.status().broker is not None
             assert app.status().healthy
@@ -474,6 +476,10 @@ def test_every_group_of_an_exchange_gets_every_message(server: RabbitServer) -> 
 
     asyncio.run(main())
     assert sorted(seen) == [("billing", 1), ("billing", 2), ("shipping", 1), ("shipping", 2), ("shipping", 3)]
+    (dead,) = asyncio.run(all_of(server, f"orders.billing-{name}.dead"))
+    # The id of a letter tells the group too; where there is no room for both it is cut.
+    assert dead.message_id is not None
+    assert (dead.message_id[:4], len(dead.message_id)) == ("mmmm", 128)
 
 
 def test_a_queue_that_was_deleted_is_made_again_where_that_is_wanted(broker: RabbitBroker) -> None:

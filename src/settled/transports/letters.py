@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from settled.message import Delivery
 from settled.settlement import Reason, Reject
 from settled.transports.base import Outgoing, Source
@@ -35,4 +37,24 @@ def letter(delivery: Delivery, rejection: Reject, group: str, to: str) -> Outgoi
     }
     # One letter a group and message, also if the same id was rejected in two lanes.
     identity = ":".join(part for part in (delivery.id, group, delivery.lane) if part)
+    if identity != delivery.id:  # which there was room for
+        identity = _short(identity)
     return Outgoing(subject=to, data=delivery.data, headers=headers, id=identity, lane=delivery.lane)
+
+
+def _short(identity: str) -> str:
+    """An id that every broker has room for, which is 128 bytes; the same for the same.
+
+    >>> _short("m-1:billing")
+    'm-1:billing'
+    >>> _short("m" * 200)[:64], len(_short("m" * 200))
+    ('mmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmm~', 128)
+    """
+    raw = identity.encode(errors="surrogatepass")
+    if len(raw) <= _LONGEST_ID:
+        return identity
+    digest = hashlib.sha256(raw).hexdigest()
+    return f"{raw[: _LONGEST_ID - len(digest) - 1].decode(errors='ignore')}~{digest}"
+
+
+_LONGEST_ID = 128
