@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,9 +21,9 @@ from pyspark.sql.types import ArrayType, LongType
 from settled import ConfigurationError, Defer, DontAck, Invalid, Message, Reject, current_message
 from settled.handlers import defer_on_error, reject_on_error
 from settled.policy import PolicyOptions
-from settled.queue.errors import BadRequest, Conflict
+from settled.queue.errors import BadRequest, Conflict, QueueFull
 from settled.queue.types import PopRequest
-from settled.spark import attempt, read_queue, settle, settle_batch
+from settled.spark import attempt, read_queue, settle, settle_batch, sink
 from settled.spark.frames import Reading
 from tests.spark.conftest import Run, Shop, finished
 
@@ -475,6 +476,28 @@ def test_batches_are_bounded_and_an_available_now_run_ends(spark: SparkSession, 
     assert shop.totals(queue) == {"messages": 100, "acked": 75, "retried": 25, "batches": 3}
     query = run(attempted("udf", spark, shop, queue, max_rows=None))
     assert [p["numInputRows"] for p in query.recentProgress] == [25]
+
+
+def test_results_wait_for_room_in_their_queue(
+    spark: SparkSession, shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, out = shop.queue(), shop.queue(maxSize=3)
+    shop.push(queue, orders("good good good good good"), lanes=1)
+    shop.push(out, [{"waits": i} for i in range(3)], lanes=1)
+    monkeypatch.setattr(sink, "ROOM_WITHIN", 0)
+    with pytest.raises(QueueFull, match=f"queue '{out}' is full: 3 pending, maxSize 3"):
+        sink.wait_for_room(shop.link, out)
+
+    def make_room() -> dict[str, list[Any]]:
+        time.sleep(5)
+        return shop.pop_all(out)
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(make_room)
+        settle_batch(attempted("fused", spark, shop, queue, streaming=False), to=out)
+    assert first.result() == {"p0": [{"waits": i} for i in range(3)]}
+    assert shop.pop_all(out) == {"p0": [{"invoice": i} for i in range(5)]}
+    assert shop.totals(queue)["acked"] == 5
 
 
 def test_parquet_is_written_once_a_batch_and_then_settled(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import uuid
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from settled.queue import segment
-from settled.queue.errors import Conflict
+from settled.queue.errors import Conflict, QueueFull
 from settled.queue.manifest import SQL, Link, Reader, Settled
 from settled.spark.attempts import ACK, DEAD, INVALID, RELEASE, RETRY
 from settled.spark.broker import broker_of
@@ -29,9 +31,12 @@ if TYPE_CHECKING:
 
     from settled.spark.options import Options
 
+logger = logging.getLogger("settled.spark")
 OUTCOMES = {ACK, RETRY, RELEASE, DEAD, INVALID}
 SEGMENT_MESSAGES, SEGMENT_BYTES = 1_000, 1_000_000
 ERROR_LIMIT = 10_000
+ROOM_WITHIN = 30.0
+"""Seconds a batch waits for room in the queue that its results go to."""
 NO_REASON = "rejected, without an error"
 _OUTCOME_TYPES = [
     "uuid",
@@ -253,6 +258,8 @@ def settle_staged(settings: Options, messages: Sequence[Any], reader: Reader) ->
     numbers = {m.batch for m in staged if m.batch is not None}
     if len(numbers) > 1:
         raise Conflict(f"rows of batches {sorted(numbers)} came together: settle one queue a query")
+    if any(m.segments for m in staged):
+        wait_for_room(reader.link, settings.to)
     return reader.settle(
         numbers.pop() if numbers else None,
         [m.write for m in staged if m.write is not None],
@@ -260,6 +267,19 @@ def settle_staged(settings: Options, messages: Sequence[Any], reader: Reader) ->
         sum(m.segments for m in staged),
         None if settings.ordering == "queue" else settings.ordering != "in_order",
     )
+
+
+def wait_for_room(link: Link, queue: str) -> None:
+    """Wait while a queue has as many messages as its maxSize lets in; QueueFull if it stays so."""
+    until, told = time.monotonic() + ROOM_WITHIN, False
+    while (found := link.rows("room", queue=queue)) and found[0]["size"] >= found[0]["max_size"]:
+        full = QueueFull(queue, found[0]["size"], found[0]["max_size"])
+        if time.monotonic() >= until:
+            raise full
+        if not told:
+            logger.warning("%s; results wait for at most %g s", full, ROOM_WITHIN)
+            told = True
+        time.sleep(0.2)
 
 
 class StreamSink(DataSourceStreamArrowWriter):

@@ -97,3 +97,7 @@ select g.id, q.id, case %(at)s when 'earliest' then 'all' when 'latest' then 'ne
 select q.uid::text || '-' || r.id as source from reader r
   join consumer_group g on g.id = r.group_id join queue q on q.id = r.queue_id
  where g.name = %(group)s and q.name = %(queue)s
+
+-- name: room
+select backlog(q.id) as size, (q.options ->> 'maxSize')::bigint as max_size
+  from queue q where q.name = %(queue)s and (q.options ->> 'maxSize')::bigint > 0

@@ -121,10 +121,7 @@ select count(*) from unnest($1::bigint[], $2::int[], $3::uuid[]) r (lane, grp, l
   join consumer c on c.lane_id = r.lane and c.group_id = r.grp and c.lease = r.lease and c.lease_until > clock_timestamp()
 
 -- name: backlog
-select coalesce(sum(l.next_seq - greatest(l.first_seq, coalesce(
-           (select min(c.cursor) from consumer c where c.lane_id = l.id), l.first_seq))
-           + (select count(*) from scheduled s where s.lane_id = l.id)), 0)::bigint
-  from lane l where l.queue_id = $1
+select backlog($1)
 
 -- name: room_lock
 select pg_advisory_lock(96631519, (u.id % 2147483647)::int) from unnest($1::bigint[]) with ordinality u (id, place)

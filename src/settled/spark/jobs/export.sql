@@ -72,10 +72,7 @@ select q.id, q.name, (q.options ->> 'encryptionEnabled')::boolean as encrypted, 
 select pg_advisory_xact_lock(96631519, (%(queue)s %% 2147483647)::int)
 
 -- name: backlog
-select coalesce(sum(l.next_seq - greatest(l.first_seq, coalesce(
-           (select min(c.cursor) from consumer c where c.lane_id = l.id), l.first_seq))
-           + (select count(*) from scheduled s where s.lane_id = l.id)), 0)::bigint as size
-  from lane l where l.queue_id = %(queue)s
+select backlog(%(queue)s) as size
 
 -- name: note_size
 insert into room (queue_id, size, counted_at) values (%(queue)s, %(size)s, clock_timestamp())
