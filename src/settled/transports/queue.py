@@ -159,8 +159,8 @@ class QueueChannel:
 
     With a buffer of one, every settlement is on disk when its call returns. With a larger one,
     acknowledgements, releases and rejections wait for the rest of their batch, at most 50 ms; what is sent
-    round again takes them along. The pump does not wait for the last ack of a batch: it asks for the next one
-    meanwhile.
+    round again takes them along. After a handler that returned, the pump does not wait for the ack: it asks
+    for the next message meanwhile.
     """
 
     capabilities = Capabilities(
@@ -212,9 +212,7 @@ class QueueChannel:
             await self._settle_with_batch(verdict)
             return
         due = self.gather(verdict)
-        if mine.batch is None:
-            await self.settle(due)
-        elif due:
+        if due:
             if self._sending is not None:
                 await asyncio.wait([self._sending])
             self._sending = self._begin(self._send(due))
