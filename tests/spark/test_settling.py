@@ -489,7 +489,7 @@ def test_results_wait_for_room_in_their_queue(
         sink.wait_for_room(shop.link, out)
 
     def make_room() -> dict[str, list[Any]]:
-        time.sleep(5)
+        time.sleep(2)
         return shop.pop_all(out)
 
     with ThreadPoolExecutor() as pool:

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FEW = 2048
+FEW = 256
 ONE_BY_ONE = 8
 
 
