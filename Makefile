@@ -10,7 +10,7 @@ run: .venv/run-installed
 test: .venv/dev-installed
 	@# Most tests wait for a broker, so six files run at a time; Spark needs the cores, and has two.
 	$(BIN)/python -m pytest -n 6 --dist loadfile --ignore tests/spark
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/spark
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/spark
 
 check: lint types imports
 
