@@ -135,7 +135,6 @@ async def test_memory_of_ids_is_kept_for_partitions_in_use(engine: Engine) -> No
     worker = engine._core.janitor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(janitor, "RESTING_IDS", 100)
-        patch.setattr(janitor, "REMEMBERED_IDS", 100)
         await engine.configure("short", {"retentionEnabled": True, "retentionSeconds": 1})
         for queue in ("old", "short", "used"):
             await push(engine, queue, *(f"id-{i}" for i in range(80)))

@@ -489,7 +489,10 @@ def test_results_wait_for_room_in_their_queue(
         sink.wait_for_room(shop.link, out)
 
     def make_room() -> dict[str, list[Any]]:
-        time.sleep(2)
+        staged = f"select from staged_segment where queue = '{out}'"
+        while not shop.link.run(lambda c: c.execute(staged).fetchall()):
+            time.sleep(0.05)
+        time.sleep(2)  # to settle would take a few milliseconds from here
         return shop.pop_all(out)
 
     with ThreadPoolExecutor() as pool:

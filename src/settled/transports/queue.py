@@ -157,10 +157,10 @@ class Batch:
 class QueueChannel:
     """One subscription's end of the queue.
 
-    With a buffer of one, every settlement is on disk when its call returns. With a larger one,
-    acknowledgements, releases and rejections wait for the rest of their batch, at most 50 ms; what is sent
-    round again takes them along. After a handler that returned, the pump does not wait for the ack: it asks
-    for the next message meanwhile.
+    With a buffer of one, a settlement is on disk when its call returns. With a larger one, acknowledgements,
+    releases and rejections wait for the rest of their batch, at most 50 ms; what is sent round again takes
+    them along. Only the ack after a handler that returned is not waited for: the pump asks for the next
+    message meanwhile.
     """
 
     capabilities = Capabilities(
