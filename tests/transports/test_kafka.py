@@ -626,8 +626,15 @@ class ShareBroker(KafkaBroker):
 
 
 @pytest.fixture
-def shared(kafka: Cluster) -> Iterator[ShareBroker]:
-    found = ShareBroker(kafka, KafkaTopic(share=True, lease=LOCK_SECONDS))
+def undisturbed() -> Iterator[Cluster]:
+    """A cluster of the test's own: the mock drops every lock when anybody's connection to it is closed."""
+    with cluster() as own:
+        yield own
+
+
+@pytest.fixture
+def shared(undisturbed: Cluster) -> Iterator[ShareBroker]:
+    found = ShareBroker(undisturbed, KafkaTopic(share=True, lease=LOCK_SECONDS))
     try:
         yield found
     finally:
@@ -761,11 +768,11 @@ def test_a_bridge_to_a_topic_that_cannot_be_ends(broker: KafkaBroker) -> None:
 
 
 def test_what_is_behind_a_message_that_is_not_acked_is_handled_and_that_one_is_a_dead_letter_in_the_end(
-    broker: KafkaBroker,
+    shared: ShareBroker,
 ) -> None:
-    app, settings = App(address(broker.kafka)), KafkaTopic(share=True, max_attempts=3)
-    handled = block_on_the_first(app, broker.queue, group=broker.queue, source=settings)
+    app, settings = App(address(shared.kafka)), KafkaTopic(share=True, max_attempts=3)
+    handled = block_on_the_first(app, shared.queue, group=shared.queue, source=settings)
     assert handled == {0: 3, 1: 1, 2: 1, 3: 1, 4: 1}
-    ((body, headers),) = broker.records(f"{broker.queue}.dead")
+    ((body, headers),) = shared.records(f"{shared.queue}.dead")
     assert body == b"0"
     assert "the bank is down" in headers["settled-error"]

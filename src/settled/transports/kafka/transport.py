@@ -152,9 +152,7 @@ class KafkaTransport(LoopTransport[Writer]):
     async def prepare(self, source: Source) -> None:
         """Look for the topic, or create it; a dead-letter topic that was named must be there too."""
         settings = self.address.settings(source)
-        # Made and dropped, to hear what is wrong with its properties.
-        client = self.share_consumer if settings.share else self.consumer
-        await asyncio.to_thread(client(source.group or DEFAULT_GROUP).close)
+        await asyncio.to_thread(self._rehearse, source.group or DEFAULT_GROUP, share=settings.share)
         writer = await self.connection()
         there = (await asyncio.to_thread(writer.producer.list_topics, timeout=self._timeout)).topics
         needed = {source.channel, source.dead_letter, source.invalid} - {None} - there.keys()
@@ -176,6 +174,14 @@ class KafkaTransport(LoopTransport[Writer]):
                     source.channel,
                     dead,
                 )
+
+    def _rehearse(self, group: str, *, share: bool) -> None:
+        """Make a consumer that goes nowhere, to hear what is wrong with its properties."""
+        nowhere: Config = {"bootstrap.servers": "", "log_level": 0}
+        if share:
+            self._client(ShareConsumer, {**self.address.share_consumer(group), **nowhere}).close()
+        else:
+            self._client(Consumer, {**self.address.consumer(group), **nowhere}).close()
 
     async def _create(self, topic: str) -> None:
         admin = self._client(AdminClient, self.address.client())
