@@ -175,7 +175,7 @@ def _plain_values(value: Any) -> Any:
     """What msgspec does not know: pydantic models."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
-    raise TypeError(f"cannot encode a {type(value).__name__}")
+    raise TypeError(f"cannot encode an object of type {type(value).__name__}")
 
 
 register(Format(JSON, _json_decoder, msgspec.json.Encoder(enc_hook=_plain_values).encode))

@@ -49,9 +49,12 @@ class Delivery:
         "lane",
         "ordered",
         "settled",
+        "settled_as",
         "subject",
     )
 
+    settled_as: Action
+    """How it was settled; set when the broker has taken that."""
     # These two are set for the few that are sent round again, so that the many that are not cost nothing.
     failure: str
     given_up: bool
@@ -123,15 +126,19 @@ class Message(Generic[T]):
     The first settlement counts, later ones do nothing. What the broker answers reaches the caller as it is.
     """
 
-    __slots__ = ("_delivery", "_settler", "payload")
+    __slots__ = ("_delivery", "_payload", "_settler")
 
-    payload: T
-    """The decoded payload."""
+    _payload: T
 
     def __init__(self, delivery: Delivery, decode: Decode, settler: Settler) -> None:
-        self.payload = decode(delivery.data, delivery.headers)
+        self._payload = decode(delivery.data, delivery.headers)
         self._delivery = delivery
         self._settler = settler
+
+    @property
+    def payload(self) -> T:
+        """The decoded payload."""
+        return self._payload
 
     @property
     def id(self) -> str:

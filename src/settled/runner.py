@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
 
 from settled.clock import Clock
 from settled.handlers.layers import layers
@@ -14,8 +15,10 @@ from settled.pump import Counts, Proactor, Reactor, Status
 from settled.pump.leases import Keeper
 from settled.pump.log import logger
 from settled.pump.loop import Strikes
+from settled.signals import ConfigurationError
 from settled.subscriber import Subscription
 from settled.transports.base import Attempts, Capabilities, DelayMeans, NackMeans, Prepares, Transport
+from settled.transports.urls import in_one_line
 
 
 class Crew:
@@ -180,17 +183,14 @@ class Runner:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Check, open, pump until stopped, drain, release, close."""
-        for crew in self.crews:
-            for layer in layers(crew.subscription.handler):
-                if layer.check is not None:
-                    layer.check()
+        check_layers(crew.subscription for crew in self.crews)
         self._stop = stop
-        await self._transport.open()
+        if not await _unless(stop, self._transport.open()):
+            return
         self.is_running = True
         try:
-            if isinstance(self._transport, Prepares):
-                for crew in self.crews:
-                    await self._transport.prepare(crew.subscription.source)
+            if not await _unless(stop, self._prepare()):
+                return
             for crew in self.crews:
                 crew.join(self._transport)
             for crew in self.crews:
@@ -208,6 +208,11 @@ class Runner:
                 await crew.close()
             await self._transport.close()
             self.is_running = False
+
+    async def _prepare(self) -> None:
+        if isinstance(self._transport, Prepares):
+            for crew in self.crews:
+                await self._transport.prepare(crew.subscription.source)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._set_stop)
@@ -237,7 +242,8 @@ class Runner:
         hurry.cancel()
         for pump, done in zip(crew.pumps, crew.done, strict=True):
             if not done.done():
-                logger.warning("%s: a handler goes on after the stop; releasing its message", crew.name)
+                if pump.in_hand is not None:
+                    logger.warning("%s: a handler goes on after the stop; releasing its message", crew.name)
                 if isinstance(pump, Reactor):
                     await asyncio.to_thread(pump.release)
                 else:
@@ -248,7 +254,33 @@ class Runner:
             await asyncio.wait(tasks, timeout=_RELEASE_TIMEOUT)
 
 
+def check_layers(subscriptions: Iterable[Subscription]) -> None:
+    """ConfigurationError for a decorator that cannot work, such as a switch nobody knows."""
+    for subscription in subscriptions:
+        for layer in layers(subscription.handler):
+            if layer.check is not None:
+                layer.check()
+
+
 _RELEASE_TIMEOUT = 5.0
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do a part of the start; False if it was told to stop before the broker answered."""
+    working, stopped = asyncio.create_task(work), asyncio.create_task(_when(stop))
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        await working
+    except (ConfigurationError, ConnectionError):
+        raise
+    except Exception as error:  # each client has its own for a server that is away
+        raise ConnectionError(f"cannot connect: {in_one_line(error)}") from error
+    finally:
+        stopped.cancel()
+        working.cancel()
+    return True
 
 
 async def _all(futures: Iterable[asyncio.Future[None]]) -> None:

@@ -40,7 +40,11 @@ class Defer(Signal):
     def __init__(
         self, delay: float | None = None, reason: str = "", *, cause: BaseException | None = None
     ) -> None:
-        if delay is not None and not 0 <= delay < math.inf:
+        try:
+            fine = delay is None or 0 <= delay < math.inf
+        except TypeError:
+            fine = False
+        if not fine:
             raise ValueError(f"Defer: delay must be 0 or more seconds, got {delay!r}")
         super().__init__(reason, cause=cause)
         self.delay = delay

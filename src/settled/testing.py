@@ -10,7 +10,9 @@ from settled.app import App
 from settled.clock import VirtualClock
 from settled.pump import Counts, Proactor, Reactor
 from settled.pump.loop import Strikes
+from settled.runner import check_layers
 from settled.settlement import Ack, Leave, Nack, Reject, Requeue
+from settled.signals import ConfigurationError
 from settled.subscriber import Subscription
 from settled.transports.base import Published
 from settled.transports.lanes import DeadLetter, QueueOptions, Settled
@@ -71,12 +73,14 @@ class Rehearsal:
     def run_until_idle(self, limit: int = 10_000) -> None:
         """Run every subscription until nothing is left, delayed or leased; NotIdle after `limit` deliveries.
 
+        What would stop the app for good, a ConfigurationError, is raised.
         Only for sync tests; in an async one, await `run_until_idle_async`.
         """
         asyncio.run(self.run_until_idle_async(limit))
 
     async def run_until_idle_async(self, limit: int = 10_000) -> None:
         """The same, in a loop that runs already."""
+        check_layers(self.app.subscriptions)
         self._allowed = self.counts.received + limit
         going = {s.name: (s, Strikes(s.policy, self.clock.now)) for s in self.app.subscriptions}
         while going:
@@ -112,7 +116,9 @@ class Rehearsal:
                 f"{subscription.name}: not idle after {self.counts.received} deliveries; "
                 f"the last one was settled {_words(self._settled[-1:])}"
             )
-        if stopped.error is not None and not isinstance(stopped.error, Exception):
+        if stopped.error is not None and (
+            isinstance(stopped.error, ConfigurationError) or not isinstance(stopped.error, Exception)
+        ):
             raise stopped.error
         return stopped.why == "idle"
 

@@ -113,6 +113,25 @@ def test_lanes_stay_in_order_whatever_fails_on_the_way() -> None:
     assert lanes == {f"lane {n}": list(range(n, 400, 7)) for n in range(7)}
 
 
+def test_lanes_that_come_in_a_header_stay_in_order_too() -> None:
+    source, target = MemoryTransport(), Moody(lambda _: None)
+    for number in range(400):
+        headers = {"settled-lane": f"lane {number % 7}"}
+        source.put(Outgoing(subject="orders", data=b"%d" % number, id=f"m{number}", headers=headers))
+    assert carry(source, target, channel="orders", buffer=50, limit=400).written == 400
+    lanes: dict[str, list[int]] = {}
+    for message in taken(target):
+        lanes.setdefault(message.lane, []).append(int(message.data))
+    assert lanes == {f"lane {n}": list(range(n, 400, 7)) for n in range(7)}
+
+
+def test_a_channel_is_not_copied_onto_itself() -> None:
+    both = MemoryTransport()
+    with pytest.raises(ConfigurationError, match="'orders' of MemoryTransport onto itself"):
+        Bridge(both, both, channel="orders")
+    Bridge(both, both, channel="orders", to="archive")
+
+
 def test_while_the_target_is_away_leases_are_kept_and_nothing_is_given_back() -> None:
     away = True
     source, target = MemoryTransport(), Moody(lambda _: OSError("nobody home") if away else None)
@@ -206,13 +225,15 @@ def test_what_the_target_will_never_take_is_a_dead_letter_of_the_source(nats_ser
     source = MemoryTransport()
     put(source, b"small", b"x" * 500, b"small too")
     put(source, b"small", id="named", headers={"two words": "1"})
+    put(source, b"small", id="broken", headers={"note": "line 1\nline 2"})
+    put(source, b"small", id="nameless", headers={" ": "1"})
 
     async def test(desk: Desk) -> None:
         await desk.jetstream.update_stream(
             StreamConfig(name=desk.stream, subjects=[f"{desk.stream}.>"], max_msg_size=300)
         )
-        bridge = Bridge(source, desk.url, channel="orders", to=desk.subject(), limit=4)
-        assert await bridge.run() == Totals(read=4, written=2, rejected=2)
+        bridge = Bridge(source, desk.url, channel="orders", to=desk.subject(), limit=6)
+        assert await bridge.run() == Totals(read=6, written=2, rejected=4)
         assert await desk.kept() == 2
 
     on_desk(nats_server, test)
@@ -220,6 +241,8 @@ def test_what_the_target_will_never_take_is_a_dead_letter_of_the_source(nats_ser
     assert "does not take it" in dead["m1"]
     assert "message size exceeds maximum" in dead["m1"]
     assert "invalid header" in dead["named"]
+    assert "line break" in dead["broken"]
+    assert "without a name" in dead["nameless"]
 
 
 def test_a_target_that_is_set_up_wrongly_ends_it_and_loses_nothing(nats_server: Server) -> None:

@@ -250,6 +250,17 @@ def test_a_signal_ends_it_in_order_and_metrics_are_served_until_then(
         (["{nats}", "{dsn}", "--from", "no.such.subject", "--group", "g"], "no stream takes this subject"),
         (["{nats}", "{dsn}", "--from", ""], "channel must be a name, got ''"),
         (["memory://", "{dsn}", "--from", "a"], "memory:// lives in one process"),
+        (["{nats}", "{nats}/?create=true", "--from", "a"], "it would copy 'a' of nats://127.0.0.1"),
+        (
+            ["{dsn}", "{dsn}", "--from", "a", "--to", "a"],
+            "onto itself without end; name another",
+        ),
+        (["mqtt://127.0.0.1:1", "{dsn}", "--from", "a"], "mqtt: 127.0.0.1:1: Connection refused"),
+        (["sqs://127.0.0.1:1?region=eu", "{dsn}", "--from", "a"], "cannot read 'a' of sqs://127.0.0.1:1: "),
+        (
+            ["servicebus://k:secret@127.0.0.1:1?emulator=1", "{dsn}", "--from", "a"],
+            "cannot read 'a' of s",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

@@ -338,3 +338,37 @@ def test_a_line_may_be_json() -> None:
 def test_a_log_line_for_people_has_the_fields_that_its_text_does_not_name() -> None:
     record = logging.makeLogRecord({"msg": "dropped id=7", "settled": {"id": 7, "tenant": "acme"}})
     assert TextFormatter("%(message)s").format(record) == "dropped id=7 tenant=acme"
+
+
+def ignore(order: Order) -> None: ...
+
+
+def test_an_app_told_to_stop_before_its_broker_answers_ends_at_once() -> None:
+    class Silent(MemoryTransport):
+        async def open(self) -> None:
+            await asyncio.Event().wait()
+
+    app = App(transport=Silent())
+    app.subscriber("orders")(ignore)
+
+    async def main() -> Any:
+        stop = asyncio.Event()
+        serving = asyncio.create_task(app.serve(stop))
+        await asyncio.sleep(0.05)
+        stop.set()
+        return await asyncio.wait_for(serving, 5)
+
+    status = asyncio.run(main())
+    assert not status.running
+    assert status.healthy
+
+
+def test_a_clients_own_error_at_the_start_is_a_connection_error_without_the_password() -> None:
+    class Away(MemoryTransport):
+        async def open(self) -> None:
+            raise RuntimeError("GET http://ann:hush@host/health: refused")
+
+    app = App(transport=Away())
+    app.subscriber("orders")(ignore)
+    with pytest.raises(ConnectionError, match=r"^cannot connect: .* GET http://host/health: refused$"):
+        app.run()

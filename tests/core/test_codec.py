@@ -153,7 +153,7 @@ def test_values_are_encoded_by_what_they_are(value: Any, data: bytes, content_ty
 
 
 def test_what_cannot_be_encoded_says_its_type() -> None:
-    with pytest.raises(TypeError, match="cannot encode a Opaque"):
+    with pytest.raises(TypeError, match="cannot encode an object of type Opaque"):
         codec.encode(Opaque(1))
     with pytest.raises(TypeError, match="must be str or bytes, got int"):
         codec.encode(3, "text/plain")

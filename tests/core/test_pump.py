@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from settled import App, ConfigurationError, Defer, DontAck, Invalid, Message, Reject, Status
+from settled import (
+    App,
+    ConfigurationError,
+    Defer,
+    DontAck,
+    Invalid,
+    Message,
+    Reject,
+    Status,
+    feature_switch,
+)
 from settled.clock import SystemClock, VirtualClock
 from settled.message import Delivery
 from settled.pump import Proactor, Reactor
@@ -744,3 +754,18 @@ def test_a_late_settlement_is_refused_by_the_channel() -> None:
         with pytest.raises(LeaseLost):
             call()
     assert transport.depth("orders") == 1
+
+
+def test_a_rehearsal_raises_what_would_stop_the_app(stage: Stage) -> None:
+    stage.implicit(raising(ConfigurationError("no bank")))
+    stage.publish(1)
+    with pytest.raises(ConfigurationError, match="no bank"):
+        stage.rehearsal.run_until_idle()
+    app = App()
+
+    @app.subscriber("orders")
+    @feature_switch("nobody knows it")
+    def handle(order: Order) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="nobody knows it"):
+        Rehearsal(app).run_until_idle()

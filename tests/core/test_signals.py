@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 
@@ -49,9 +50,9 @@ def test_a_signal_survives_pickling(signal: DontAck) -> None:
     assert str(again) == str(signal)
 
 
-@pytest.mark.parametrize("delay", [-1, float("inf"), float("nan")])
-def test_a_delay_that_is_none_is_refused_by_name_and_value(delay: float) -> None:
-    with pytest.raises(ValueError, match=rf"delay must be 0 or more seconds, got {delay}"):
+@pytest.mark.parametrize("delay", [-1, float("inf"), float("nan"), "x"])
+def test_a_delay_that_is_none_is_refused_by_name_and_value(delay: Any) -> None:
+    with pytest.raises(ValueError, match=rf"delay must be 0 or more seconds, got {delay!r}"):
         Defer(delay)
 
 

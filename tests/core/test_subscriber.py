@@ -234,6 +234,29 @@ def test_001_an_ack_before_an_exception_is_not_rolled_back(stage: Stage) -> None
     assert stage.rehearsal.transport.depth("orders") == 0
 
 
+def test_what_an_explicit_handler_did_is_counted_as_what_it_did(stage: Stage) -> None:
+    def settle(message: Any) -> Any:
+        by_id = {1: message.ack, 2: message.release, 3: message.term}
+        return by_id.get(message.payload.id, lambda: None)()
+
+    async def settle_async(message: Message[Order]) -> None:
+        done = settle(message)
+        if done is not None:
+            await done
+
+    def settle_sync(message: Message[Order]) -> None:
+        settle(message)
+
+    stage.app.subscriber("orders", unacceptable_limit=0)(
+        settle_async if stage.kind == "proactor" else settle_sync
+    )
+    for number in (1, 3, 4):
+        stage.publish(number)
+    stage.run()
+    counts = stage.rehearsal.counts
+    assert (counts.received, counts.acked, counts.rejected, counts.left) == (3, 1, 1, 1)
+
+
 def test_001_explicit_mode_leaves_a_failed_message_to_the_brokers_timeout(stage: Stage) -> None:
     stage.explicit(raising(ValueError("boom")))
     stage.publish(1)

@@ -332,6 +332,19 @@ def test_a_wrong_url_says_what_is_wrong(url: str, error: str, monkeypatch: pytes
         App(url)
 
 
+def test_a_broker_that_is_not_there_is_named_soon() -> None:
+    async def main() -> None:
+        transport = PubSubTransport("pubsub://p?emulator=127.0.0.1:1")
+        with pytest.raises(ConnectionError, match=r"pubsub: 127\.0\.0\.1:1 does not answer: .*refused"):
+            await transport.prepare(Source(channel="orders"))
+        assert not transport.broker().connected
+        await transport.close()
+
+    started = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - started < 20
+
+
 def test_a_broker_that_is_away_is_an_error_until_it_is_back() -> None:
     with pubsub_server() as server:
         broker = PubSubBroker(server)

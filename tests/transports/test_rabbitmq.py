@@ -19,6 +19,8 @@ from settled import App, ConfigurationError, Defer, DontAck, Message, Reject
 from settled.message import Delivery
 from settled.portal import Portal
 from settled.pump import Counts
+from settled.pump.settlers import perform
+from settled.settlement import Nack
 from settled.settlement import Reject as Rejection
 from settled.transports.base import (
     AsyncChannel,
@@ -212,13 +214,19 @@ def run_until(app: App, done: Callable[[], bool], *before: Coroutine[Any, Any, A
     asyncio.run(main())
 
 
+def counts_releases(broker: RabbitBroker) -> bool:
+    return broker.portal.run(broker.transport.facts(broker.source)).counts_releases
+
+
 def test_the_next_thing_handled_is_the_message_given_back_also_with_a_buffer(broker: RabbitBroker) -> None:
+    # Not where that would cost those behind it a delivery.
+    buffer = 1 if counts_releases(broker) else 5
     for number in range(12):
         broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number))
     app = App(broker.server.url)
     seen: list[int] = []
 
-    @app.subscriber(broker.queue, source=broker.settings, buffer=5, dont_ack_delay=0)
+    @app.subscriber(broker.queue, source=broker.settings, buffer=buffer, dont_ack_delay=0)
     async def handle(number: int) -> None:
         seen.append(number)
         if number in (3, 7) and seen.count(number) < 3:
@@ -226,6 +234,68 @@ def test_the_next_thing_handled_is_the_message_given_back_also_with_a_buffer(bro
 
     run_until(app, lambda: 11 in seen)
     assert seen == [0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 7, 7, 8, 9, 10, 11]
+
+
+def test_blocking_on_a_message_does_not_use_up_the_attempts_of_those_behind_it(broker: RabbitBroker) -> None:
+    for number in range(6):
+        broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number))
+    app = App(broker.server.url)
+    tries: dict[int, list[int]] = {}
+
+    @app.subscriber(broker.queue, source=broker.settings, buffer=4, requeue_count=3, dont_ack_delay=0.05)
+    async def handle(message: Message[int]) -> None:
+        seen = tries.setdefault(message.payload, [])
+        seen.append(message.attempt)
+        if message.payload == 0 and len(seen) < 6:
+            raise DontAck
+        if message.payload and len(seen) == 1:
+            raise Defer(0.1)
+        await message.ack()
+
+    run_until(app, lambda: app.status().counts.acked + app.status().counts.rejected == 6)
+    assert {number: seen for number, seen in tries.items() if number} == {n: [1, 2] for n in range(1, 6)}
+    assert tries[0] == ([1, 2, 3, 4, 5, 6] if counts_releases(broker) else [1] * 6)
+    assert broker.dead_letters() == []
+
+
+def test_what_has_come_but_was_not_handed_out_is_not_given_back_where_that_counts(
+    open_broker: Callable[..., RabbitBroker],
+) -> None:
+    broker = open_broker(prefetch=4)
+    for number in range(8):
+        broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number))
+    channel = broker.channel()
+    (first,) = gather(channel, 1)
+    in_the_end(lambda: ready(broker, broker.queue) == 4)
+    for _ in range(3):
+        channel.nack(first)
+        taken: list[Delivery] = []
+        while not any(delivery.data == b"0" for delivery in taken):
+            taken += gather(channel, 1)
+        first = next(delivery for delivery in taken if delivery.data == b"0")
+        assert {delivery.attempt for delivery in taken if delivery is not first} <= {1}
+        for delivery in taken:
+            if delivery is not first:
+                channel.ack(delivery)
+    channel.ack(first)
+    while ready(broker, broker.queue):
+        channel.ack(gather(channel, 1)[0])
+
+
+def test_what_is_buffered_on_its_last_delivery_is_kept_at_a_stop(
+    open_broker: Callable[..., RabbitBroker],
+) -> None:
+    broker = open_broker(delivery_limit=1)
+    for number in range(3):
+        broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number))
+    channel = broker.channel()
+    for _ in range(2):
+        for delivery in gather(channel, 3):
+            # As the pump does with what is in its buffer.
+            perform(channel, delivery, Nack())
+    channel.close()
+    in_the_end(lambda: ready(broker, broker.queue) == 3)
+    assert broker.dead_letters() == []
 
 
 def test_what_was_released_in_any_order_comes_back_in_the_old_one(broker: RabbitBroker) -> None:
@@ -616,17 +686,8 @@ def test_create_makes_a_queue_that_is_written_to(server: RabbitServer) -> None:
             await plain.publish(names[0], {"id": 1})
         got = []
 
-        async def publish(name: str, delay: float) -> None:
-            while True:
-                try:
-                    await creating.publish(name, {"id": 1}, delay=delay)
-                except PublishFailed:  # a quorum queue has no leader at first
-                    await asyncio.sleep(0.1)
-                else:
-                    return
-
         for name, delay in zip(names, (0, 0.1), strict=True):
-            await publish(name, delay)
+            await creating.publish(name, {"id": 1}, delay=delay)
 
             @creating.subscriber(name)
             async def handle(order: Order) -> None:
@@ -642,6 +703,32 @@ def test_create_makes_a_queue_that_is_written_to(server: RabbitServer) -> None:
         await plain.transport.close()
 
     asyncio.run(main())
+
+
+def test_create_makes_a_queue_once_for_all_who_publish_to_it_at_the_same_time(server: RabbitServer) -> None:
+    async def main() -> None:
+        for _ in range(3):
+            app, name = App(f"{server.url}?create=true"), f"written-{uuid.uuid4().hex[:8]}"
+            await asyncio.gather(*(app.publish(name, {"id": number}) for number in range(20)))
+            assert len(await all_of(server, name)) == 20
+            await app.transport.close()
+
+    asyncio.run(main())
+
+
+def test_a_queue_with_the_longest_name_is_retried_after_a_delay(
+    open_broker: Callable[..., RabbitBroker],
+) -> None:
+    broker = open_broker()
+    source = Source(channel=broker.queue.ljust(250, "q"), settings=broker.settings)
+    broker.portal.run(broker.transport.prepare(source))
+    broker.publish(Outgoing(subject=source.channel, data=b"1", delay=0.1))
+    channel = broker.channel(source)
+    (delivery,) = gather(channel, 1)
+    channel.requeue(delivery, 0.2)
+    (again,) = gather(channel, 1)
+    assert (again.data, again.attempt) == (b"1", 2)
+    channel.ack(again)
 
 
 def test_a_user_who_may_not_configure_queues_can_still_read_them(
@@ -733,10 +820,16 @@ def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carrie
     broker = open_broker(type="classic")
     many = Outgoing(subject="", data=b"1", id="many", headers={"h": "x" * 200_000})
     long = Outgoing(subject="", data=b"1", id="i" * 300)
-    messages = (b"1", b"x" * 4_000_001, many, long, b"2")
+    named = Outgoing(subject="", data=b"1", id="named", headers={"n" * 130 + "A": "1", "n" * 130 + "B": "2"})
+    messages = (b"1", b"x" * 4_000_001, many, long, named, b"2")
     totals, errors = carry(broker.server.url, broker.queue, *messages)
-    assert (totals.written, totals.rejected) == (2, 3)
-    for why in ("larger than configured max size 4000000", "headers must be 120000", "id must be 255 bytes"):
+    assert (totals.written, totals.rejected) == (2, 4)
+    for why in (
+        "larger than configured max size 4000000",
+        "headers must be 120000",
+        "id must be 255 bytes",
+        "name must be 128 bytes",
+    ):
         assert any(why in error for error in errors), why
     assert {message.body for message in broker.all_of(broker.queue)} == {b"1", b"2"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from settled import App, ConfigurationError
-from settled.bridge.window import in_one_line
+from settled.transports.urls import in_one_line
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from settled.app import App
 from settled.bridge.outlet import CALLS, Outlet, Refused
+from settled.bridge.same import same_broker
 from settled.bridge.window import Window, WindowedTransport, open_transport
 from settled.clock import SystemClock
 from settled.codec import content_type_of
@@ -104,6 +105,11 @@ class Bridge:
                 raise ConfigurationError(f"bridge: {name} must be at least 1, got {value!r}")
         if to is not None and not to:
             raise ConfigurationError(f"bridge: to must be a name, got {to!r}")
+        if _same(source, target) and (to or channel) == channel:
+            raise ConfigurationError(
+                f"bridge: it would copy {channel!r} of {_name(source)} onto itself without end; "
+                "name another channel: --to NAME, or to=..."
+            )
         clock = SystemClock()
         self.totals = Totals()
         self.to = to or channel
@@ -321,8 +327,8 @@ class Bridge:
             headers["content-type"] = self._content_type
         if message.subject != self._channel:
             headers.setdefault(SUBJECT, message.subject)
-        carried = headers.pop(LANE, None)
-        lane = _lane(message) or carried
+        headers.pop(LANE, None)
+        lane = _lane(message)
         if isinstance(self._target, TellsLanes) and self._target.lane_header in headers:
             # It comes from such a broker, and has the lane there that it had here.
             lane = None
@@ -337,14 +343,23 @@ def _carried_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _lane(message: Message[Any]) -> str | None:
+    """The lane it has, or had before a broker that has none."""
     lane = message.lane
-    return None if lane is None or was_spread(lane) else lane
+    if lane is None or was_spread(lane):
+        lane = message.headers.get(LANE)
+    return lane or None
 
 
 def _has_lanes(transport: Transport) -> bool:
     """Whether it takes a lane, in one of the ways it can be set up."""
     variants: Mapping[str, Capabilities] = getattr(transport, "variants", {})
     return any(can.lanes for can in (transport.capabilities, *variants.values()))
+
+
+def _same(source: str | Transport, target: str | Transport) -> bool:
+    if isinstance(source, str) and isinstance(target, str):
+        return same_broker(source, target)
+    return source is target
 
 
 def _reader(*way: str) -> str:

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from settled.bridge.window import in_one_line
 from settled.signals import ConfigurationError
 from settled.transports.base import Outgoing, Published, PublishesMany, Refuses, Transport
+from settled.transports.urls import in_one_line
 
 logger = logging.getLogger("settled")
 

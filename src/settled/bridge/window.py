@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 from settled.message import Delivery
 from settled.pump.leases import Keeper
-from settled.settlement import Reject, describe
+from settled.settlement import Reject
 from settled.signals import ConfigurationError
 from settled.transports.base import (
     AsyncChannel,
@@ -26,6 +25,7 @@ from settled.transports.base import (
     Source,
     Transport,
 )
+from settled.transports.urls import in_one_line
 
 
 class Window:
@@ -170,7 +170,8 @@ class WindowedTransport:
 
     async def prepare(self, source: Source) -> None:
         if isinstance(self._inner, Prepares):
-            await self._inner.prepare(source)
+            with _named(f"cannot read {source.channel!r} of {self._name}"):
+                await self._inner.prepare(source)
 
     def broker(self) -> BrokerStatus:
         if isinstance(self._inner, Reports):
@@ -190,18 +191,16 @@ class WindowedTransport:
 
 async def open_transport(transport: Transport, name: str) -> None:
     """Open it; a ConnectionError that names it if it cannot be reached."""
-    try:
+    with _named(f"cannot open {name}"):
         await transport.open()
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Whatever fails but what is set up wrongly is a ConnectionError that says what failed."""
+    try:
+        yield
     except ConfigurationError:
         raise
     except Exception as error:
-        raise ConnectionError(f"bridge: cannot open {name}: {in_one_line(error)}") from error
-
-
-def in_one_line(error: Exception) -> str:
-    """An error as an operator may see it: without the password of a URL in it.
-
-    >>> in_one_line(OSError("GET http://ann:secret@host/health: refused"))
-    'OSError: GET http://host/health: refused'
-    """
-    return re.sub(r"//[^/\s]*@", "//", " ".join(describe(error).split()))
+        raise ConnectionError(f"bridge: {what}: {in_one_line(error)}") from error

@@ -254,6 +254,8 @@ def _settle(
         if isinstance(action, Requeue) and delivery.is_given_up():
             action = Reject(Reason.DELIVERY_ERROR, action.error)
             settlement = replace(settlement, action=action)
+    elif delivery.settled:
+        action = getattr(delivery, "settled_as", action)  # by its handler
     counts.count(action)
     log.settled(delivery, settlement)
 

@@ -35,7 +35,7 @@ def perform(channel: Channel | AsyncChannel, delivery: Delivery, action: Action)
 
 def _or_reject(can: Capabilities, delivery: Delivery, action: Action) -> Action:
     """Also what is given back by hand, or at the stop, is not left to a broker that would give it up."""
-    if not can.counts_untried or not can.gives_up(delivery, action):
+    if not can.counts_untried or can.saves or not can.gives_up(delivery, action):
         return action
     what = "released" if isinstance(action, Nack) else "failed"
     limit = f"the broker gives a message up after {can.max_attempts}"
@@ -56,6 +56,7 @@ class BlockingSettler:
         if delivery.claim():
             try:
                 perform(self._channel, delivery, action)
+                delivery.settled_as = action
             except BaseException:
                 delivery.reopen()
                 raise
@@ -95,6 +96,7 @@ class AwaitableSettler:
                 done = perform(self._channel, delivery, action)
                 if done is not None:
                     await done
+                delivery.settled_as = action
             except BaseException:
                 delivery.reopen()
                 raise

@@ -75,6 +75,8 @@ class Capabilities:
     """A delivery that was given back is one of them too."""
     counts_untried: bool = False
     """Giving back is a delivery like any other to the broker, also of a message that nobody has tried."""
+    saves: bool = False
+    """What the broker would then give up, the channel itself keeps, as a copy or as a dead letter."""
 
     def gives_up(self, delivery: Delivery, action: Action) -> bool:
         """Whether the broker would answer this by giving the message up, with no word on why."""
@@ -82,7 +84,7 @@ class Capabilities:
             return False
         match action:
             case Nack():
-                return self.counts_untried
+                return self.counts_untried and not self.saves
             case Requeue(delay):
                 # A copy that is parked is counted from the start.
                 return not (self.delay is DelayMeans.PARKED and delay)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
+from settled.settlement import describe
 from settled.signals import ConfigurationError
 
 T = TypeVar("T")
@@ -125,3 +127,12 @@ def certificates(value: str) -> str:
     except ssl.SSLError as error:
         raise ValueError(f"no certificates in it: {error.reason}") from error
     return value
+
+
+def in_one_line(error: Exception) -> str:
+    """An error as an operator may see it: without the password of a URL in it.
+
+    >>> in_one_line(OSError("GET http://ann:secret@host/health: refused"))
+    'OSError: GET http://host/health: refused'
+    """
+    return re.sub(r"//[^/\s]*@", "//", " ".join(describe(error).split()))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paho.mqtt.client import MQTTMessage
@@ -47,13 +49,12 @@ class MqttTopic:
 class MqttDelivery(Delivery):
     """A delivery that is open until its packet is acknowledged, whichever connection that goes through."""
 
-    __slots__ = ("client_id", "message")
+    __slots__ = ("client_id", "connection", "message")
 
-    def __init__(self, message: MQTTMessage, attempt: int, client_id: str) -> None:
-        properties = message.properties
-        headers = dict(getattr(properties, "UserProperty", ()))
+    def __init__(self, message: MQTTMessage, attempt: int, client_id: str, connection: int) -> None:
+        headers = dict(_user_properties(message))
         identity = headers.pop(MESSAGE_ID, None) or uuid.uuid4().hex
-        content_type = getattr(properties, "ContentType", None)
+        content_type = getattr(message.properties, "ContentType", None)
         if content_type:
             headers["content-type"] = content_type
         super().__init__(
@@ -61,6 +62,8 @@ class MqttDelivery(Delivery):
         )
         self.message = message
         self.client_id = client_id
+        # The last one that it, or a copy of it, came through.
+        self.connection = connection
 
     @property
     def mid(self) -> int:
@@ -68,7 +71,7 @@ class MqttDelivery(Delivery):
 
     def again(self, attempt: int) -> MqttDelivery:
         """The same message, to be settled anew."""
-        other = MqttDelivery(self.message, attempt, self.client_id)
+        other = MqttDelivery(self.message, attempt, self.client_id, self.connection)
         other.id = self.id
         return other
 
@@ -81,6 +84,8 @@ class Session:
 
     After a reconnect the broker sends again all that is unacknowledged, under the packet ids it had. What is
     still in hand here is known by its id, so the copy is ignored and the original is acknowledged when done.
+    If it is done before its copy has come, the copy is what is acknowledged, when it comes. Packet ids are
+    used again, so it must have the message's own id too; what has none is acknowledged at once.
     """
 
     def __init__(
@@ -98,6 +103,8 @@ class Session:
         self._inbox: deque[MqttDelivery] = deque()
         self._held: dict[int, MqttDelivery] = {}
         self._failures: dict[int, int] = {}
+        self._owed: dict[int, str] = {}
+        self._connections = 0
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._released = False
         self._rewinding: asyncio.Task[None] | None = None
@@ -131,6 +138,7 @@ class Session:
     async def _open(self) -> Wire:
         # Whatever was released until now comes again with this connection.
         self._released = False
+        self._connections += 1
         self._wire = wire = Wire(self._login, self.client_id, self._arrived, self._lost)
         places = self._receive_maximum or max(_PLACES, self.room * max(1, self.members))
         present = await wire.open(clean=False, expiry=self._expiry, receive_maximum=min(places, 65535))
@@ -146,6 +154,9 @@ class Session:
         async with self._opening:
             wire, self._wire = self._wire, None
             if wire is not None:
+                with contextlib.suppress(ConnectionError):
+                    for mid in self._owed:
+                        wire.ack(mid)
                 await wire.close()
             self._forget()
 
@@ -167,7 +178,10 @@ class Session:
         # Only now: the session it belongs to may just have been found to be lost.
         mine = self.mine(delivery)
         if mine.mid > 0:
-            wire.ack(mine.mid)
+            if mine.connection == self._connections or _own_id(mine.message) is None:
+                wire.ack(mine.mid)
+            else:
+                self._owed[mine.mid] = mine.id
         del self._held[mine.mid]
         self._failures.pop(mine.mid, None)
 
@@ -225,14 +239,27 @@ class Session:
             # It has no packet id, and the broker has forgotten it already.
             self._once -= 1
             message.mid = self._once
+        owed = self._owed.pop(message.mid, None)
         if message.dup and message.mid in self._held:
+            self._held[message.mid].connection = self._connections
+            return
+        if message.dup and owed is not None and owed == _own_id(message):
+            self._owed[message.mid] = owed
+            asyncio.get_running_loop().call_soon(self._pay, message.mid)
             return
         # That it is a duplicate tells nothing of how often it came: brokers also mark what they only queued.
         before = self._failures.pop(message.mid, 0) if message.dup else 0
-        delivery = MqttDelivery(message, before + 1, self.client_id)
+        delivery = MqttDelivery(message, before + 1, self.client_id, self._connections)
         self._held[message.mid] = delivery
         self._inbox.append(delivery)
         self.bell.set()
+
+    def _pay(self, mid: int) -> None:
+        """Acknowledge what was done before it came; if that fails it comes once more."""
+        if mid in self._owed and self._wire is not None:
+            with contextlib.suppress(ConnectionError):
+                self._wire.ack(mid)
+                del self._owed[mid]
 
     def _lost(self) -> None:
         self.bell.set()
@@ -245,4 +272,15 @@ class Session:
         self._inbox.clear()
         self._held.clear()
         self._failures.clear()
+        self._owed.clear()
         self._released = False
+
+
+def _user_properties(message: MQTTMessage) -> Sequence[tuple[str, str]]:
+    found: Sequence[tuple[str, str]] = getattr(message.properties, "UserProperty", ())
+    return found
+
+
+def _own_id(message: MQTTMessage) -> str | None:
+    """The id that its publisher gave it."""
+    return dict(_user_properties(message)).get(MESSAGE_ID) or None

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import socket
+import ssl
 import struct
 import threading
 import uuid
@@ -147,6 +148,9 @@ class Wire:
             self._drop()
             if isinstance(error, TimeoutError):
                 raise ConnectionError(f"mqtt: {login.host}:{login.port} does not answer") from error
+            if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
+                why = error.strerror or error
+                raise ConnectionError(f"mqtt: {login.host}:{login.port}: {why}") from error
             raise
 
     async def close(self) -> None:

@@ -51,6 +51,10 @@ class PublishFailed(Exception):
     """No server acknowledged the message in time; it may or may not be stored."""
 
 
+class Refused(PublishFailed):
+    """No stream ever will: NATS has no way to write it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
     """Who we are to the server; a user and password, or a token, may be in the URL as well."""

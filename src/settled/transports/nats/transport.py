@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,7 @@ from settled.transports.looped import publish_from_anywhere
 from settled.transports.nats.advisories import Coroner
 from settled.transports.nats.blocking import NatsBlockingChannel
 from settled.transports.nats.channel import NatsChannel, capabilities
-from settled.transports.nats.connection import Connection, Login, asks_to_create, logger, parse
+from settled.transports.nats.connection import Connection, Login, Refused, asks_to_create, logger, parse
 from settled.transports.nats.delivery import MSG_ID
 from settled.transports.nats.feeds import Feed, PullFeed, PushFeed
 from settled.transports.nats.letters import DeadLetters, Letter, Office
@@ -45,6 +46,8 @@ from settled.transports.nats.sources import (
 
 # A message, or its headers, larger than the stream takes.
 _REFUSED = (10054, 10097)
+_NO_STREAM = 10059
+_LINE_BREAK = re.compile("[\r\n]")
 
 
 class NatsTransport:
@@ -95,7 +98,8 @@ class NatsTransport:
     def refuses(self, error: Exception) -> bool:
         if isinstance(error, nats.js.errors.APIError):
             return error.err_code in _REFUSED
-        return isinstance(error, (nats.errors.MaxPayloadError, nats.errors.BadHeaderError, UnicodeError))
+        never = (Refused, nats.errors.MaxPayloadError, nats.errors.BadHeaderError, UnicodeError)
+        return isinstance(error, never)
 
     def lasting(self, name: str) -> Lasting:
         return Lasting(name)
@@ -229,10 +233,15 @@ class NatsTransport:
         try:
             info: ConsumerInfo = await jetstream.consumer_info(settings.stream, settings.consumer)
         except nats.js.errors.NotFoundError as error:
+            if error.err_code == _NO_STREAM:
+                raise ConfigurationError(
+                    f"subscriber {subject!r}: there is no stream {settings.stream!r}; create it first"
+                ) from error
             if not settings.create:
                 raise ConfigurationError(
                     f"subscriber {subject!r}: stream {settings.stream!r} has no consumer "
-                    f"{settings.consumer!r} ({error.description}); create it, or say create=True"
+                    f"{settings.consumer!r} ({error.description}); create it, or say create=True, or "
+                    "?create=true in the URL"
                 ) from error
         else:
             return info
@@ -254,6 +263,7 @@ class NatsTransport:
         return publish_from_anywhere(call, self.connection.home, self._portal)
 
     async def _publish(self, message: Outgoing) -> Published:
+        _check_headers(message)
         await self.connection.open()
         identity = message.id or uuid.uuid4().hex
         headers = {**message.headers, MSG_ID: identity}
@@ -279,6 +289,16 @@ class NatsTransport:
         if self._portal.is_open:
             await asyncio.to_thread(self._portal.run, self.connection.close())
             await asyncio.to_thread(self._portal.close)
+
+
+def _check_headers(message: Outgoing) -> None:
+    """The client would leave out the one, and make a blank of the other."""
+    for name, value in (*message.headers.items(), ("id", message.id or "")):
+        if not name.strip() or _LINE_BREAK.search(name) or _LINE_BREAK.search(value):
+            raise Refused(
+                f"publish to {message.subject!r}: invalid header: NATS has none without a name or with a "
+                f"line break, got {name!r}: {value[:100]!r}"
+            )
 
 
 def _warn(consumer: Consumer, source: Source) -> None:

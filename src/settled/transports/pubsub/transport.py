@@ -11,12 +11,18 @@ from typing import Any
 
 import grpc
 from google.api_core.exceptions import (
+    Aborted,
     AlreadyExists,
+    DeadlineExceeded,
     GoogleAPICallError,
     InvalidArgument,
     NotFound,
     PermissionDenied,
+    RetryError,
+    ServiceUnavailable,
+    Unknown,
 )
+from google.api_core.retry import AsyncRetry, if_exception_type
 from google.pubsub_v1 import PublisherAsyncClient, PubsubMessage, SubscriberAsyncClient
 from google.pubsub_v1 import types as pubsub
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcAsyncIOTransport
@@ -33,6 +39,14 @@ from settled.transports.urls import flag, masked, parse, seconds
 logger = logging.getLogger("settled")
 
 _LONGEST_ATTRIBUTE = 1024
+# So long the first question waits for an answer: the client itself would try for a minute.
+_ANSWERS_WITHIN = 10.0
+_RETRY = AsyncRetry(
+    initial=0.1,
+    maximum=2.0,
+    predicate=if_exception_type(Aborted, ServiceUnavailable, Unknown),
+    timeout=_ANSWERS_WITHIN,
+)
 
 
 class _Clients:
@@ -149,7 +163,14 @@ class PubSubTransport(LoopTransport[_Clients]):
         path = f"projects/{self._project}/subscriptions/{name}"
         try:
             with self.watching():
-                return await clients.subscriber.get_subscription(subscription=path)
+                return await clients.subscriber.get_subscription(
+                    subscription=path, timeout=_ANSWERS_WITHIN, retry=_RETRY
+                )
+        except (RetryError, ServiceUnavailable, DeadlineExceeded) as error:
+            self._trouble = f"project {self._project}: {error}"
+            where = self._emulator or self._endpoint or "pubsub.googleapis.com"
+            why = one_line(str(error.cause if isinstance(error, RetryError) else error))
+            raise ConnectionError(f"pubsub: {where} does not answer: {why}") from error
         except PermissionDenied:
             logger.warning(
                 "pubsub: %s may not be looked up; taken to have an ack deadline of 10 s and no limits", path

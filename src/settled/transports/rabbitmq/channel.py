@@ -61,6 +61,8 @@ def capabilities(facts: Facts | None) -> Capabilities:
         extends=False,
         wakes=True,
         max_attempts=facts.limit + 1 if facts is not None and facts.limit is not None else None,
+        counts_untried=facts is not None and facts.counts_releases,
+        saves=True,
     )
 
 
@@ -68,7 +70,8 @@ class RabbitChannel:
     """The awaitable channel.
 
     A nack is `basic.nack` with requeue: what came behind the message goes back with it, oldest first, and
-    this consumer asks for more only at its next receive, so anybody may have them in between.
+    this consumer asks for more only at its next receive, so anybody may have them in between. Where giving
+    back counts as a delivery, what came behind it stays, and is handed out meanwhile.
     """
 
     def __init__(self, reader: Reader, source: Source, facts: Facts | None) -> None:
@@ -134,6 +137,9 @@ class RabbitChannel:
             self._facts = await self._reader.facts(self._source)
             self.capabilities = capabilities(self._facts)
             self._stale = False
+        if self._consumer is None and self._inbox and self._queue.counts_releases and not self._missing:
+            # They stayed when the flow was stopped; with more behind them, what waits here would only grow.
+            return
         room = self._room(limit)
         if self._consumer is not None and room == self._prefetch:
             return
@@ -246,7 +252,7 @@ class RabbitChannel:
         try:
             async with self._turn:
                 await self._stop(amqp)
-                await self._return()
+                await self._return(untried=True)
             await amqp.close()
         except (AMQPError, OSError) as error:
             logger.debug("rabbitmq: %s: closing: %s", self._source.channel, error)
@@ -293,18 +299,20 @@ class RabbitChannel:
         if self._returning and amqp is not None and not amqp.is_closed:
             declared = await amqp.queue_declare(self._queue.name, passive=True)
             await self._stop(amqp)
-            back = await self._return()
-            if self._queue.type != "classic":
+            back = await self._return(untried=not self._queue.counts_releases)
+            if self._queue.type != "classic" and not self._inbox:
                 self._missing |= {one.id: one.place for one in back if one.properties.message_id}
                 wait = _BACK_WITHIN if (declared.consumer_count or 0) <= 1 else _BACK_OR_ELSEWHERE_WITHIN
                 self._missing_until = asyncio.get_running_loop().time() + wait
             self._bell.set()
 
-    async def _return(self) -> list[RabbitDelivery]:
+    async def _return(self, *, untried: bool) -> list[RabbitDelivery]:
         """Oldest first: a quorum queue hands out what it got back in the order it came."""
-        back = sorted([*self._inbox, *self._returning.values()], key=_place)
-        self._inbox.clear()
+        back = sorted(self._returning.values(), key=_place)
         self._returning.clear()
+        if untried:
+            back = sorted([*self._inbox, *back], key=_place)
+            self._inbox.clear()
         queue = self._queue
         failed: Exception | None = None
         given: list[RabbitDelivery] = []

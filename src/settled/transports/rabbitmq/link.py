@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import re
 import uuid
@@ -38,12 +39,18 @@ BROKERS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-
 _OUTLIVES_BY = 60_000
 _LONGEST = 2**32 - 1 - _OUTLIVES_BY
 _LONGEST_TEXT = 255
+# The client cuts what is longer.
+_LONGEST_NAME = 128
 # They have to fit into one frame, which is of 128 KiB.
 _MOST_HEADERS = 120_000
 
 
 class PublishFailed(Exception):
     """The broker did not take the message over."""
+
+
+class Nacked(PublishFailed):
+    """The broker said no, and not why."""
 
 
 class Refused(PublishFailed):
@@ -67,6 +74,7 @@ class Link:
         self._opening = asyncio.Lock()
         self._opening_publisher = asyncio.Lock()
         self._parking: dict[str, float] = {}
+        self.making = asyncio.Lock()
 
     @property
     def is_open(self) -> bool:
@@ -130,6 +138,7 @@ class Link:
         identity = message.id or uuid.uuid4().hex
         headers: dict[str, Any] = {k: v for k, v in message.headers.items() if k.lower() != "content-type"}
         _check(message, identity, headers)
+        _check_names(message)
         properties = Basic.Properties(
             message_id=identity,
             content_type=content_type_of(message.headers),
@@ -185,8 +194,8 @@ class Link:
             kind_of = Refused if limit and len(body) > int(limit[1]) else PublishFailed
             raise kind_of(f"publish to {subject!r}: {error}") from error
         except DeliveryError as error:
-            why = "the broker refused it; is its queue full?"
-            raise PublishFailed(f"publish to {subject!r}: {why}") from error
+            why = "the broker refused it; is its queue full, or only just made?"
+            raise Nacked(f"publish to {subject!r}: {why}") from error
         except (TimeoutError, AMQPError, ChannelInvalidStateError, OSError) as error:
             raise PublishFailed(f"publish to {subject!r}: {error or 'no answer'}") from error
 
@@ -205,7 +214,7 @@ class Link:
         """
         wait = min(_rounded(delay), _LONGEST)
         # Of its kind too: a queue that is there already cannot be declared as another.
-        name = ".".join(part for part in ("settled.delay", kind, str(wait), exchange, key) if part)
+        name = _fitting(".".join(part for part in ("settled.delay", kind, str(wait), exchange, key) if part))
         now = asyncio.get_running_loop().time()
         if self._parking.get(name, 0) > now:
             return name
@@ -263,6 +272,31 @@ def _check(message: Outgoing, identity: str, headers: Mapping[str, Any]) -> None
         raise Refused(
             f"publish to {message.subject!r}: headers must be {_MOST_HEADERS} bytes at most, got {size}"
         )
+
+
+def _check_names(message: Outgoing) -> None:
+    """Cut, two names may be one. What others have published is theirs, and not refused for it."""
+    for name in message.headers:
+        if len(name.encode()) > _LONGEST_NAME:
+            raise Refused(
+                f"publish to {message.subject!r}: a header's name must be {_LONGEST_NAME} bytes at most, "
+                f"got {name!r}"
+            )
+
+
+def _fitting(name: str) -> str:
+    """A queue's name that AMQP has room for, which is 255 bytes; the same for the same.
+
+    >>> _fitting("settled.delay.quorum.1000.orders")
+    'settled.delay.quorum.1000.orders'
+    >>> len(_fitting("settled.delay." + "q" * 250))
+    255
+    """
+    raw = name.encode()
+    if len(raw) <= _LONGEST_TEXT:
+        return name
+    digest = hashlib.sha256(raw).hexdigest()
+    return f"{raw[: _LONGEST_TEXT - len(digest) - 1].decode(errors='ignore')}.{digest}"
 
 
 def _rounded(seconds: float) -> int:

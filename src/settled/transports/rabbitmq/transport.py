@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping
 from urllib.parse import parse_qsl, urlencode, urlunsplit
+
+from aiormq.exceptions import AMQPError, ChannelInvalidStateError
 
 from settled.signals import ConfigurationError
 from settled.transports.base import BrokerStatus, Outgoing, Published, Source
 from settled.transports.looped import LoopTransport
 from settled.transports.rabbitmq.channel import RabbitChannel, capabilities, dead_letters_of
-from settled.transports.rabbitmq.link import Link, Misdirected, PublishFailed, Refused
+from settled.transports.rabbitmq.link import Link, Misdirected, Nacked, PublishFailed, Refused
 from settled.transports.rabbitmq.queues import Facts, RabbitQueue, make, prepare
 from settled.transports.urls import certificates, file, flag, masked, option, port_of, split
 
 _OURS = ("create", "exchange", "backoff")
 _TIMEOUT = 30.0
+# A quorum queue has no leader at first, and until it has one it takes nothing.
+_NEW_FOR = 10.0
+_TRY_AGAIN_AFTER = 0.1
 
 
 def _auth(text: str) -> str:
@@ -85,6 +92,7 @@ class RabbitTransport(LoopTransport[Link]):
         self._url = urlunsplit(parts._replace(query=urlencode(theirs), path=parts.path or "/"))
         self._facts: dict[Source, Facts] = {}
         self._link: Link | None = None
+        self._new_until: dict[str, float] = {}
 
     async def connect(self) -> Link:
         link = Link(self._url, self._exchange, _TIMEOUT)
@@ -112,8 +120,34 @@ class RabbitTransport(LoopTransport[Link]):
         except Misdirected:
             if not self._create or self._exchange:
                 raise
-        await make(await self.connection(), message.subject, RabbitQueue(), self._backoff)
-        return await self._push(message)
+            await self._make(message.subject)
+        except Nacked:
+            if not self._is_new(message.subject):
+                raise
+        while True:
+            try:
+                return await self._push(message)
+            except Nacked:
+                if not self._is_new(message.subject):
+                    raise
+                await asyncio.sleep(_TRY_AGAIN_AFTER)
+
+    async def _make(self, queue: str) -> None:
+        """Make a queue that is written to: one publish does it, the others that want it wait."""
+        try:
+            link = await self.connection()
+            async with link.making:
+                if not self._is_new(queue) or not await link.has_queue(queue):
+                    # From now on: others publish to it while it is being made.
+                    self._new_until[queue] = time.monotonic() + _NEW_FOR
+                    await make(link, queue, RabbitQueue(), self._backoff)
+        except (TimeoutError, AMQPError, ChannelInvalidStateError, OSError) as error:
+            raise PublishFailed(
+                f"publish to {queue!r}: the queue could not be made: {error or 'no answer'}"
+            ) from error
+
+    def _is_new(self, queue: str) -> bool:
+        return self._new_until.get(queue, 0.0) > time.monotonic()
 
     async def _push(self, message: Outgoing) -> Published:
         link = await self.connection()

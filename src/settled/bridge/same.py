@@ -1,0 +1,69 @@
+"""Whether two URLs mean the same broker."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qsl
+
+from settled.transports.urls import split
+
+_PORTS = {
+    "amqp": "5672",
+    "amqps": "5671",
+    "http": "80",
+    "https": "443",
+    "kafka": "9092",
+    "mqtt": "1883",
+    "mqtts": "8883",
+    "nats": "4222",
+    "postgresql": "5432",
+    "redis": "6379",
+    "rediss": "6379",
+    "tls": "4222",
+}
+# Options that lead elsewhere on the same address.
+_ELSEWHERE = {
+    "credentials",
+    "db",
+    "dbname",
+    "emulator",
+    "endpoint",
+    "exchange",
+    "host",
+    "nkey",
+    "port",
+    "profile",
+    "region",
+}
+
+
+def same_broker(one: str, other: str) -> bool:
+    """By scheme, servers, path and user, and by the options that lead elsewhere; `memory://` never is.
+
+    >>> same_broker("amqp://ann:x@Host/?backoff=5", "amqp://ann:x@host:5672")
+    True
+    >>> same_broker("kafka://one,two:9092", "kafka://two")
+    True
+    >>> same_broker("redis://host/1", "redis://host/2"), same_broker("amqp://host?exchange=a", "amqp://host")
+    (False, False)
+    """
+    scheme, *place, servers = _parts(one)
+    other_scheme, *other_place, other_servers = _parts(other)
+    if "memory" in (scheme, other_scheme):
+        return False
+    return (scheme, place) == (other_scheme, other_place) and bool(servers & other_servers)
+
+
+def _parts(url: str) -> tuple[str, str, str, dict[str, str], set[str]]:
+    parts = split(url)
+    user, _, hosts = parts.netloc.rpartition("@")
+    servers = {_server(host.lower(), parts.scheme) for host in hosts.split(",")}
+    path = parts.path.strip("/")
+    if parts.scheme.startswith("redis") and path == "0":
+        path = ""
+    elsewhere = {name: value for name, value in parse_qsl(parts.query) if name in _ELSEWHERE}
+    return parts.scheme, user.partition(":")[0], path, elsewhere, servers
+
+
+def _server(host: str, scheme: str) -> str:
+    has_port = ":" in host.rpartition("]")[2]
+    return host if has_port or scheme not in _PORTS else f"{host}:{_PORTS[scheme]}"
