@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ def test_run_serves_metrics_and_ends_on_a_signal(one: Server, tmp_path: Path) ->
     assert re.search(r'router_results_total\{.*status="success".*\} 1\.0', text)
     lines = [msgspec.json.decode(line) for line in log.splitlines() if line.startswith("{")]
     assert any(line["message"] == "result success" and line["assignment_id"] for line in lines)
+    assert not any("gives a message up" in line["message"] for line in lines)
 
 
 async def _send(url: str) -> None:
@@ -78,6 +80,22 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
         )
         assert result.returncode == 2
         assert words in result.stderr
+
+
+def test_a_wrong_option_is_an_error_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for option, value, words in (
+            ("--log-level", "loud", "--log-level must be one of"),
+            ("--metrics-port", str(port), f"metrics_port: cannot listen on port {port}"),
+            ("--metrics-port", "99999", "metrics_port: cannot listen on port 99999"),
+        ):
+            result = subprocess.run(
+                settled("run", option, value), capture_output=True, text=True, timeout=30, check=False
+            )
+            assert result.returncode == 2
+            (line,) = result.stderr.splitlines()
+            assert line.startswith(f"settled: {words}")
 
 
 def test_a_server_that_is_not_there_is_an_error_in_one_line() -> None:

@@ -7,6 +7,10 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from settled.signals import ConfigurationError
+
+LEVELS = ("debug", "info", "warning", "error")
+
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line; a settlement's fields are fields of it."""
@@ -39,6 +43,8 @@ class TextFormatter(logging.Formatter):
 
 def configure(level: str = "info", *, as_json: bool = False) -> None:
     """Send the log to standard error."""
+    if level not in LEVELS:
+        raise ConfigurationError(f"--log-level must be one of {', '.join(LEVELS)}, got {level!r}")
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonFormatter() if as_json else TextFormatter("%(asctime)s %(levelname)-8s %(message)s")

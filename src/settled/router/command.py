@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -64,25 +65,37 @@ def run(
 ) -> None:
     """Consume results and acknowledgements until SIGINT or SIGTERM."""
     settings = _config(config, url)
-    observe_logging.configure(log_level, as_json=log_json)
-    router = Router(settings)
     port = metrics_port if metrics_port is not None else settings.metrics_port
-    serving = start_http_server(port, "127.0.0.1", router.metrics.registry) if port is not None else None
-
-    async def main() -> bool:
-        return (await router.serve(_stop_on_signals())).healthy
-
     try:
-        healthy = asyncio.run(main())
+        observe_logging.configure(log_level, as_json=log_json)
+        router = Router(settings)
+        with _metrics(router, port):
+            healthy = asyncio.run(_serve(router))
     except (ConfigurationError, ConnectionError) as error:
         typer.echo(f"settled: {error}", err=True)
         raise typer.Exit(2) from error
-    finally:
-        if serving is not None:
-            serving[0].shutdown()
-            serving[0].server_close()
     if not healthy:
         raise typer.Exit(1)
+
+
+async def _serve(router: Router) -> bool:
+    return (await router.serve(_stop_on_signals())).healthy
+
+
+@contextlib.contextmanager
+def _metrics(router: Router, port: int | None) -> Iterator[None]:
+    if port is None:
+        yield
+        return
+    try:
+        server, _ = start_http_server(port, "127.0.0.1", router.metrics.registry)
+    except (OSError, OverflowError) as error:
+        raise ConfigurationError(f"metrics_port: cannot listen on port {port}: {error}") from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @app.command()

@@ -81,6 +81,7 @@ class Router:
             source=self._durable(config.result_stream, "router-results"),
             dead_letter=config.dead_letter_subject,
             performers=config.performers,
+            requeue_count=config.nats_js_max_deliver,
         )
         async def results(message: Message[bytes]) -> None:
             await self.results(message)
@@ -90,6 +91,7 @@ class Router:
             source=self._durable(config.ack_stream, "router-acks"),
             dead_letter=config.dead_letter_subject,
             performers=config.performers,
+            requeue_count=config.nats_js_max_deliver,
         )
         async def acks(message: Message[bytes]) -> None:
             await self.acks(message)
