@@ -68,6 +68,7 @@ async def test_a_second_push_of_an_id_is_a_duplicate_of_the_first(engine: Engine
     assert new.status == "queued"
     assert (twice.status, twice.message_id) == ("duplicate", new.message_id)
     assert other.status == "queued"
+    assert engine.metrics()["duplicate_messages_total"] == 2
     assert sorted(await drain(engine, "q")) == ["a", "a", "b"]
     assert (await push(engine, "q", "a"))[0].message_id == first.message_id
 

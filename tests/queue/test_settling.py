@@ -343,6 +343,7 @@ async def test_a_lease_is_extended_by_seconds(engine: Engine) -> None:
     longer = await engine.extend(batch.lease_id, 30)
     assert longer.success
     assert longer.expires_at is not None
+    assert (await engine.extend(batch.lease_id, 5)).expires_at == longer.expires_at
     await asyncio.sleep(1.1)
     assert (await pop(engine, "q")).empty
     assert (await settle(engine, batch, "completed"))[0].success

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,9 +21,11 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from settled.queue import Engine, PushItem
 from settled.queue.embedded import EmbeddedPostgres
 from settled.queue.manifest import Link
+from settled.queue.sealing import VARIABLE
 from settled.queue.types import DeadLetter, PopRequest
 from settled.spark import session, settle
 
+KEY = "ab" * 32
 STREAMING = "org.apache.spark.sql.execution.streaming.checkpointing"
 
 
@@ -70,6 +73,19 @@ class Shop:
             for message in popped.messages():
                 found.setdefault(message.partition, []).append(msgspec.json.decode(message.payload))
 
+    def stored(self, queue: str) -> bytes:
+        """All that lies on disk of a queue's messages and dead letters, and of what tasks staged."""
+        query = """
+            select s.body from segment s join lane l on l.id = s.lane_id join queue q on q.id = l.queue_id
+             where q.name = %(queue)s
+             union all select headers || payload from dead_letter where queue = %(queue)s
+             union all select o.headers || o.payload from staged_outcome o join lane l on l.id = o.lane_id
+              join queue q on q.id = l.queue_id where q.name = %(queue)s
+             union all select body from staged_segment where queue = %(queue)s
+        """
+        rows = self.link.run(lambda c: c.execute(query, {"queue": queue}).fetchall())
+        return b"".join(row["body"] or b"" for row in rows)
+
     def dead(self, queue: str) -> list[DeadLetter]:
         return list(self.wait(self.engine.dead_letters(queue=queue, limit=10_000)).rows)
 
@@ -109,10 +125,27 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.sql.warehouse.dir": str(folder),
         "spark.sql.streaming.checkpointFileManagerClass": f"{STREAMING}.FileSystemBasedCheckpointFileManager",
     }
-    spark = session("tests", "local[2,4]", quick=True, log=folder / "jvm.log", conf=conf)
+    with pytest.MonkeyPatch.context() as patch:  # Spark's processes have it, this one has not
+        patch.setenv(VARIABLE, KEY)
+        spark = session("tests", "local[2,4]", quick=True, log=folder / "jvm.log", conf=conf)
     spark.log = folder / "jvm.log"  # type: ignore[attr-defined]
     yield spark
     spark.stop()
+
+
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process may read and write encrypted queues."""
+    monkeypatch.setenv(VARIABLE, KEY)
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """This process listens to signals as before, whatever a command did."""
+    usual = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for one, handler in usual.items():
+        signal.signal(one, handler)
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_a_result_that_cannot_be_kept_is_not_acknowledged_by_an_explicit_handler
     df = read_queue(spark, queue, "g", url=shop.dsn, streaming=False)
     df = (df.where("true") if mode == "udf" else df).transform(attempt(handle, on_error="reject"))
     settle_batch(df, to=queue + "-out")
-    assert errors(shop, queue) == {1: "TypeError: cannot encode a object"}
+    assert errors(shop, queue) == {1: "TypeError: cannot encode an object of type object"}
     assert len(shop.pop_all(queue + "-out")["p0"]) == 2
 
 
@@ -120,6 +120,18 @@ def test_payloads_that_arrow_does_not_take_are_invalid_and_stay_so(spark: SparkS
     look = spark.read.format("settled").options(url=shop.dsn, queue=queue, payload="string").load()
     texts = [row["payload"] for row in look.orderBy("sequence").collect()]
     assert (texts[0], texts[5]) == ('{"id":0,"price":"1.5"}', "\ufffd")
+
+
+def test_a_payload_that_is_no_text_is_invalid_also_without_a_handler(spark: SparkSession, shop: Shop) -> None:
+    queue = shop.queue()
+    shop.push(queue, [b"ok", b"\xff\xfe", "é".encode(), b""], lanes=1)
+    rows = read_queue(spark, queue, "g", url=shop.dsn, streaming=False, payload=str)
+    seen = rows.orderBy("sequence").select("payload", "outcome").collect()
+    assert [tuple(r) for r in seen] == [("ok", "ack"), (None, "invalid"), ("é", "ack"), ("", "ack")]
+    settle_batch(rows)
+    assert shop.totals(queue) == {"messages": 4, "acked": 3, "dead": 1, "batches": 1}
+    [letter] = shop.dead(queue)
+    assert (letter.error, letter.payload) == ("the payload is no UTF-8 text", b"\xff\xfe")
 
 
 def test_a_delay_is_at_most_a_year_and_a_dead_row_needs_no_error(spark: SparkSession, shop: Shop) -> None:

@@ -20,6 +20,7 @@ from settled import Reject
 from settled.queue.errors import BadRequest
 from settled.spark import attempt, read_queue, settle_batch
 from settled.spark.command import app
+from settled.spark.jobs.report import write_report
 from tests.nats.conftest import until
 from tests.nats.servers import Server, server
 from tests.router.conftest import config, dead_letters, is_settled, router_on
@@ -189,6 +190,15 @@ def check_the_guide(
     spark: SparkSession, stall: Stall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asyncio.run(route(stall.url))
+    page = tmp_path / "router.html"
+    alone = write_report(spark, stall.url, page, dead_letters=["CAF_DLQ"])
+    assert alone["totals"] == {"acked": None, "retried": None, "released": None, "dead": 2}
+    assert alone["only_dead_letters"] == [{"queue": "CAF_RESULTS", "consumer_group": "router-results"}]
+    assert alone["from"] is not None
+    alerts = {alert["name"]: alert for alert in alone["alerts"]}
+    assert not alerts["RouterJetStreamHighRedeliveryRate"]["known"]
+    assert alerts["RouterCAFRetryExhausted"]["worst_rate"] > 0
+    assert "All streams" in page.read_text()
     for name, subjects in (("ORDERS", ["orders.>"]), ("INVOICES", ["invoices.>"])):
         stall.call(lambda js, n=name, s=subjects: js.add_stream(name=n, subjects=s, allow_direct=True))
     for i in range(4):
@@ -218,7 +228,9 @@ def check_the_guide(
     }
     assert rows["router-results", "globex", "p2"]["reason"] == "tenant_not_allowed"
     assert rows["bookkeeping", "globex", "p2"]["reason"] == "PermissionError: tenant_not_allowed"
-    assert figures["totals"] == {"acked": 4, "retried": 2, "released": 0, "dead": 3}
+    assert figures["totals"] == {"acked": 4, "retried": 2, "released": 0, "dead": 5}
+    assert figures["dead_letters"]["total"] == 5
+    assert figures["only_dead_letters"] == alone["only_dead_letters"]
     assert {r["queue"] for r in figures["lag"]} >= {"ORDERS", "CAF_RESULTS"}
     assert "By tenant, provider and reason" in (tmp_path / "report.html").read_text()
 

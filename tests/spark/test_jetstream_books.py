@@ -13,6 +13,7 @@ from nats.js.api import RetentionPolicy
 from settled.queue.errors import BadRequest, Conflict, Fenced, NotFound
 from settled.spark.jetstream import outbox, reader
 from settled.spark.jetstream.bucket import STREAM
+from settled.spark.jetstream.staging import Staging
 from tests.nats.servers import Server, server
 from tests.spark.stall import Stall
 
@@ -290,3 +291,27 @@ def test_what_cannot_be_read_is_said_at_once(stall: Stall) -> None:
     stall.call(lambda js: js.add_stream(name=stream, subjects=[f"{stream}.>"], allow_direct=True))
     with pytest.raises(Conflict, match="was deleted and made anew"):
         stall.query(stream).hold()
+
+
+def test_a_result_larger_than_the_server_takes_is_a_dead_letter_that_says_so(stall: Stall) -> None:
+    stream, target = stall.stream(), stall.stream()
+    stall.put(stream, [{"id": i} for i in range(4)])
+    query = stall.query(stream, to=f"{target}.out").hold()
+    number = query.reader.claim(None, None)
+    rows = query.rows(number or 0)
+    headers = f"NATS/1.0\r\nNats-Msg-Id: settled:{query.reader.source()}.{stream}.g.1.1\r\n\r\n"
+    limit = 1024 * 1024
+    sizes = [10, limit - len(headers) + 1, limit - len(headers), 20]
+    staging = Staging(query.settings, stall.link)
+    staging.number([number or 0])
+    for row, size in zip(rows, sizes, strict=True):
+        staging.push(row["sequence"], None, b"x" * size)
+    done = query.broker.settle([staging.finish()])
+    query.close()
+    assert (done.acked, done.dead, done.pushed) == (3, 1, 3)
+    assert [len(m.data) for m in stall.all(target)] == [10, sizes[2], 20]
+    [letter] = stall.letters(stream)
+    assert (letter.headers["settled-sequence"], letter.data) == ("2", b'{"id":1}')
+    assert letter.headers["settled-error"] == (
+        f"the result has {limit + 1} bytes, the NATS server takes {limit} (max_payload)"
+    )

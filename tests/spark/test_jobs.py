@@ -214,7 +214,6 @@ def test_dead_letters_are_redriven_once(spark: SparkSession, shop: Shop, worked:
     soon = datetime.now(UTC) + timedelta(hours=1)
     for narrower, count in (
         (replace(chosen, group="g"), 10),
-        (replace(chosen, group="other"), 0),
         (replace(chosen, until=soon), 10),
         (replace(chosen, since=soon), 0),
     ):
@@ -253,7 +252,7 @@ def test_a_job_runs_until_nothing_is_left(spark: SparkSession, shop: Shop, check
     assert "acked 40" in lines[-1]
 
 
-def test_the_command_line_says_what_is_wrong(shop: Shop) -> None:
+def test_the_command_line_says_what_is_wrong(shop: Shop, signals: None) -> None:
     runner = CliRunner()
     result = runner.invoke(app, ["run", "nonsense", "--queue", "q", "--group", "g", "--url", shop.dsn])
     assert (result.exit_code, "module:function" in result.output) == (2, True)

@@ -17,11 +17,6 @@ from tests.spark.conftest import Shop
 SECRET = "hush" * 8
 
 
-@pytest.fixture
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SETTLED_ENCRYPTION_KEY", "ab" * 32)
-
-
 def die(shop: Shop, queue: str) -> None:
     """All that waits in a queue becomes dead letters."""
     popped = shop.wait(shop.engine.pop(PopRequest(queue, group="g", batch=1000, partitions=10)))
@@ -39,20 +34,11 @@ def full_of(shop: Shop, values: list[Any], **options: Any) -> str:
     return queue
 
 
-def stored(shop: Shop, queue: str) -> bytes:
-    """All that lies on disk of a queue's messages."""
-    query = (
-        "select s.body from segment s join lane l on l.id = s.lane_id join queue q on q.id = l.queue_id "
-        "where q.name = %s"
-    )
-    return b"".join(r["body"] for r in shop.link.run(lambda c: c.execute(query, (queue,)).fetchall()))
-
-
 def test_what_is_redriven_into_an_encrypted_queue_is_encrypted(shop: Shop, key: None) -> None:
     target = shop.queue(encryptionEnabled=True)
     source = full_of(shop, [{"id": 1, "secret": SECRET}])
     assert redrive(shop.dsn, Choice(queue=source), to=target) == 1
-    assert SECRET.encode() not in stored(shop, target)
+    assert SECRET.encode() not in shop.stored(target)
     assert shop.pop_all(target) == {"p0": [{"id": 1, "secret": SECRET}]}
 
 
@@ -67,7 +53,7 @@ def test_dead_letters_of_an_encrypted_queue_are_redriven_readable_and_never_in_c
         with pytest.raises(Conflict, match="not in SETTLED_ENCRYPTION_KEY"):
             redrive(shop.dsn, Choice(queue=source))
     assert redrive(shop.dsn, Choice(queue=source)) == 1
-    assert SECRET.encode() not in stored(shop, source)
+    assert SECRET.encode() not in shop.stored(source)
     assert shop.pop_all(source, "other")["p0"][-1] == {"id": 1, "secret": SECRET}
     die(shop, source)  # its headers are encrypted too, and say that it was redriven
     assert redrive(shop.dsn, Choice(queue=source), dry_run=True) == 0
@@ -111,6 +97,16 @@ def test_a_queue_that_is_not_there_is_named(shop: Shop) -> None:
         redrive(shop.dsn, Choice(queue="nosuch"))
     result = CliRunner().invoke(app, ["redrive", "--url", shop.dsn, "--queue", "nosuch"])
     assert (result.exit_code, result.output) == (1, "settled: queue not found: nosuch\n")
+    with pytest.raises(NotFound, match="group not found: nosuch"):
+        redrive(shop.dsn, Choice(group="nosuch"), dry_run=True)
+
+
+def test_letters_of_a_group_that_was_deleted_are_redriven(shop: Shop) -> None:
+    queue = full_of(shop, [{"id": 1}])
+    shop.link.run(
+        lambda c: c.execute("update dead_letter set consumer_group = 'gone' where queue = %s", (queue,))
+    )
+    assert redrive(shop.dsn, Choice(queue=queue, group="gone"), dry_run=True) == 1
 
 
 def test_dead_letters_keep_their_headers_when_they_are_redriven(shop: Shop) -> None:

@@ -178,17 +178,33 @@ def test_the_last_attempt_on_a_queue_in_order_loses_nothing_behind_it(
     assert shop.lag(queue) == (0, 0)
 
 
-def test_rows_nobody_will_see_are_not_even_sent_to_spark(spark: SparkSession, shop: Shop, run: Run) -> None:
+@pytest.mark.parametrize("pushed_on", [False, True])
+def test_rows_nobody_will_see_are_not_even_sent_to_spark(
+    spark: SparkSession, shop: Shop, run: Run, pushed_on: bool
+) -> None:
     queue = shop.queue(retryLimit=2)
     shop.push(queue, orders("good poison flaky nonsense " + "good " * 46), lanes=3)
-    sent = []
     for _ in range(2):
-        query = run(attempted("fused", spark, shop, queue))
-        sent += [p["numInputRows"] for p in query.recentProgress]
-    assert sum(sent) == 3
-    assert shop.totals(queue) == {"messages": 51, "acked": 48, "retried": 1, "dead": 2, "batches": 2}
+        query = run(attempted("fused", spark, shop, queue), queue + "-out" if pushed_on else None)
+        assert [p["numInputRows"] for p in query.recentProgress] == [1]  # by each task: what it staged
+    totals = {"messages": 51, "acked": 48, "retried": 1, "dead": 2, "batches": 2}
+    assert shop.totals(queue) == totals | ({"pushed": 48} if pushed_on else {})
+    if pushed_on:
+        assert sum(map(len, shop.pop_all(queue + "-out").values())) == 48
     assert {d.payload for d in shop.dead(queue)} == {b'{"id":1,"kind":"poison"}', b"{nonsense"}
     assert shop.lag(queue) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", ["udf", "fused"])
+def test_what_is_not_acknowledged_is_not_pushed_on_though_it_has_a_result(
+    spark: SparkSession, shop: Shop, run: Run, mode: str
+) -> None:
+    queue = shop.queue()
+    shop.push(queue, orders("good good"))
+    run(attempted(mode, spark, shop, queue, auto_ack=False), queue + "-out")
+    assert shop.totals(queue) == {"messages": 2, "released": 2, "batches": 1}
+    assert shop.lag(queue) == (0, 2)
+    assert shop.pop_all(queue + "-out") == {}
 
 
 def test_a_handler_too_large_for_every_task_stays_a_udf(spark: SparkSession, shop: Shop, run: Run) -> None:

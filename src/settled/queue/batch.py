@@ -183,6 +183,11 @@ class Batch:
         self.body = segment.encode(self.base, self.tx, payloads, all_headers, own) if self.tx else b""
         self._seal()
 
+    @property
+    def left_out(self) -> int:
+        """How many of its items are duplicates."""
+        return 0 if self.whole else sum(map(len, self.places)) - len(self.tx)
+
     def _seal(self) -> None:
         if self.lane.queue.options.encryption_enabled and self.body:
             self.body = sealing.seal(self.body, len(self.tx))

@@ -15,6 +15,7 @@ import psycopg
 from psycopg import errors
 from psycopg.rows import dict_row
 
+from settled.queue import sealing
 from settled.queue.errors import BadRequest, Conflict, Fenced, NotFound, QueueError, Unavailable
 from settled.queue.names import SCHEMA, new_lease
 from settled.queue.options import QueueOptions
@@ -175,9 +176,7 @@ class Reader:
             if not rows:
                 raise NotFound("queue", self.queue)
             if rows[0]["encrypted"]:
-                raise Conflict(
-                    f"queue {self.queue!r} is encrypted: Spark would stage it in clear; read it with an app"
-                )
+                sealing.check(self.queue)
             self._row = rows[0]
         return self._row
 

@@ -230,6 +230,7 @@ class Pusher:
         self._on_append([(batch.lane, len(batch.tx)) for batch in batches if batch.tx])
         for batch in batches:
             self.messages += len(batch.tx)
+            self.duplicates += batch.left_out
             batch.finish()
 
     async def _attempt(
@@ -241,11 +242,10 @@ class Pusher:
             duplicates = await self._duplicates(link, batch) if batch.meets() else {}
             if batch.lane.later and not scheduled:
                 duplicates |= await self._waiting(link, batch)
-            if duplicates:
+            if duplicates and refuse:
                 self.duplicates += len(duplicates)
-                if refuse:
-                    tx, first = next(iter(duplicates.items()))
-                    raise Duplicate(batch.lane, tx.decode(), first)
+                tx, first = next(iter(duplicates.items()))
+                raise Duplicate(batch.lane, tx.decode(), first)
             batch.fill(duplicates)
         done += [batch for batch in batches if not batch.tx]
         batches = [batch for batch in batches if batch.tx]

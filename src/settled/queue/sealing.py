@@ -46,7 +46,7 @@ def keys() -> dict[bytes, AESGCM]:
 def check(queue: str) -> None:
     """Refuse to work on an encrypted queue without a key."""
     if not keys():
-        raise Conflict(f"queue {queue!r} is encrypted: set {VARIABLE} to 64 hex digits where the queue runs")
+        raise Conflict(f"queue {queue!r} is encrypted: set {VARIABLE} to 64 hex digits where it is used")
 
 
 def seal(body: bytes, n: int) -> bytes:

@@ -239,7 +239,7 @@ class Attempts:
             except Exception as error:
                 self._note(rows, done, i, Undecodable(error))
                 continue
-            message.payload = payload
+            message._payload = payload
             try:
                 value = handler(payload)
                 if value is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import signal
 import sys
 import tempfile
 import threading
-from datetime import datetime
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -23,6 +25,9 @@ Url = Annotated[
     ),
 ]
 Queue = Annotated[str | None, typer.Option(help="Only this queue.")]
+_NOTHING = dict.fromkeys(
+    ("batches", "acked", "retried", "dead", "released", "pushed", "waiting", "failing"), 0
+)
 Master = Annotated[str | None, typer.Option(help="Spark's master; without it, all cores of this machine.")]
 
 
@@ -43,27 +48,42 @@ def run_command(
         str | None, typer.Option(help="Push what the handler returns to this queue, or subject.")
     ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Spark's checkpoint; without it, ./checkpoints/QUEUE-GROUP.")
+        str | None,
+        typer.Option(help="Spark's checkpoint, a folder or hdfs://…; without it, ./checkpoints/QUEUE-GROUP."),
     ] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Messages a batch.")] = 500_000,
     until_empty: Annotated[bool, typer.Option("--until-empty", help="Leave when nothing is left.")] = False,
     master: Master = None,
 ) -> None:
     """Run one handler over a queue until SIGINT or SIGTERM; a line says how far it is, a summary ends it."""
+    _checked(lambda checks: checks.check_url(url, nats=True))
     queue, group = _named(url, queue, group, stream, consumer)
+    told = threading.Event()
+    _listen(told)
     function = _load(handler)
-    spark = _session(master)
+    spark = None
+    try:
+        if not told.is_set():
+            spark = _session(master)
+            _listen(told)  # Spark has taken SIGINT for itself
+    except KeyboardInterrupt:
+        if told.is_set():
+            raise
+        told.set()
     from settled.spark.jobs.run import end, live, run
 
-    where = checkpoint or Path("checkpoints") / f"{queue}-{group}"
-    told = _stop()
+    if told.is_set() or spark is None:
+        if spark is not None:
+            end(spark, told)
+        _summary(_NOTHING)
+        return
     try:
         came = run(
             spark,
             function,
             queue,
             group,
-            str(where.resolve()),
+            _place(checkpoint, queue, group),
             url=url,
             to=to,
             until_empty=until_empty,
@@ -78,10 +98,7 @@ def run_command(
         end(spark, told)
     if sys.stderr.isatty():
         typer.echo(err=True)
-    typer.echo(
-        f"batches={came.batches} acked={came.acked} retried={came.retried} dead={came.dead} "
-        f"released={came.released} pushed={came.pushed} waiting={came.waiting} failing={came.failing}"
-    )
+    _summary({name: getattr(came, name) for name in _NOTHING})
 
 
 @app.command("export")
@@ -94,6 +111,8 @@ def export_command(
     master: Master = None,
 ) -> None:
     """Write settlements and dead letters to files, by day."""
+    _checked(lambda checks: checks.check_format(kind))
+    _checked(lambda checks: checks.check_url(url, nats=False))
     spark = _session(master)
     from settled.spark.jobs.export import export
 
@@ -125,6 +144,9 @@ def report_command(
     if source is None:
         typer.echo("settled: a report needs --url or --export", err=True)
         raise typer.Exit(2)
+    _checked(lambda checks: checks.check_report(target, hours))
+    if isinstance(source, str):
+        _checked(lambda checks: checks.check_url(source, nats=True))
     spark = _session(master)
     from settled.spark.jobs.report import write_report
 
@@ -138,7 +160,12 @@ def report_command(
         spark.stop()
     if figures["from"] is None:
         typer.echo("nothing was settled in this time: the page is nearly empty", err=True)
-    typer.echo(f"{target}: " + " ".join(f"{name}={count}" for name, count in figures["totals"].items()))
+    others = figures.get("only_dead_letters", [])
+    if others:
+        names = ", ".join(f"{one['consumer_group'] or '-'} of {one['queue']}" for one in others)
+        typer.echo(f"of {names} only dead letters are known", err=True)
+    totals = {name: "unknown" if count is None else count for name, count in figures["totals"].items()}
+    typer.echo(f"{target}: " + " ".join(f"{name}={count}" for name, count in totals.items()))
 
 
 @app.command("redrive")
@@ -146,8 +173,12 @@ def redrive_command(
     url: Url,
     queue: Queue = None,
     group: Annotated[str | None, typer.Option(help="Only of this group.")] = None,
-    since: Annotated[datetime | None, typer.Option(help="Only those that died from then on (UTC).")] = None,
-    until: Annotated[datetime | None, typer.Option(help="Only those that died before (UTC).")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="Only those that died from then on, e.g. 2026-01-31T12:00 (UTC).")
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(help="Only those that died before, e.g. 2026-01-31T12:00+01:00.")
+    ] = None,
     error: Annotated[str | None, typer.Option(help="A pattern found in the error.")] = None,
     where: Annotated[str | None, typer.Option(help='A Spark SQL condition, e.g. "attempts > 2".')] = None,
     to: Annotated[str | None, typer.Option(help="Another queue than their own.")] = None,
@@ -159,19 +190,19 @@ def redrive_command(
     master: Master = None,
 ) -> None:
     """Send dead letters round again, each once."""
-    from datetime import UTC
-
     from settled.spark.jobs.redrive import Choice, redrive
 
-    spark = _session(master) if where else None
+    _checked(lambda checks: checks.check_url(url, nats=False))
+    _checked(lambda checks: checks.check_rate(rate))
     choice = Choice(
         queue=queue,
         group=group,
-        since=since and since.replace(tzinfo=UTC),
-        until=until and until.replace(tzinfo=UTC),
+        since=_moment("--since", since),
+        until=_moment("--until", until),
         error=error,
         where=where,
     )
+    spark = _session(master) if where else None
 
     def sent(so_far: int) -> None:
         if sys.stderr.isatty():
@@ -191,12 +222,48 @@ def redrive_command(
     typer.echo(f"{'would redrive' if dry_run else 'redriven'}={count}")
 
 
-def _stop() -> threading.Event:
-    """What Ctrl-C and SIGTERM set; the second one interrupts.
+def _summary(counts: dict[str, int]) -> None:
+    typer.echo(" ".join(f"{name}={count}" for name, count in counts.items()))
+
+
+def _place(checkpoint: str | None, queue: str, group: str) -> str:
+    """Where the checkpoint is; what has a scheme is Spark's to find."""
+    if checkpoint and re.match("[A-Za-z][A-Za-z0-9+.-]+:/", checkpoint):
+        return checkpoint
+    # A name is one folder's, whatever is in it.
+    own = f"{queue}-{group}".replace("%", "%25").replace("/", "%2F")
+    return str((Path(checkpoint) if checkpoint else Path("checkpoints") / own).resolve())
+
+
+def _moment(name: str, text: str | None) -> datetime | None:
+    """A time as somebody writes it; without an offset it is UTC."""
+    if text is None:
+        return None
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        typer.echo(f"settled: {name}: must be a time like 2026-01-31T12:00+01:00, got {text!r}", err=True)
+        raise typer.Exit(2) from None
+    return at.astimezone(UTC) if at.tzinfo else at.replace(tzinfo=UTC)
+
+
+def _checked(check: Callable[[Any], None]) -> None:
+    """Say what is wrong before Spark is started for it."""
+    try:
+        from settled.spark.jobs import checks
+    except ImportError:
+        return  # what is missing is said where it is needed
+    try:
+        check(checks)
+    except Exception as error:
+        _fail(error)
+
+
+def _listen(told: threading.Event) -> None:
+    """Let Ctrl-C and SIGTERM set it; the second one interrupts.
 
     An interrupt in the midst of a call to Spark would leave its connection broken, with tracebacks.
     """
-    told = threading.Event()
 
     def tell(*_: object) -> None:
         told.set()
@@ -205,8 +272,7 @@ def _stop() -> threading.Event:
             signal.signal(one, signal.default_int_handler)
 
     for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, tell)
-    return told
+        signal.signal(one, signal.default_int_handler if told.is_set() else tell)
 
 
 def _named(
@@ -235,8 +301,10 @@ def _load(target: str) -> Any:
     sys.path.insert(0, str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        typer.echo(f"settled: {target} cannot be loaded: {error}", err=True)
+    except Exception as error:
+        plain = isinstance(error, (ImportError, AttributeError))
+        why = str(error) if plain else f"{type(error).__name__}: {error}"
+        typer.echo(f"settled: {target} cannot be loaded: {why}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -252,12 +320,32 @@ def _session(master: str | None) -> Any:
     typer.echo(f"starting Spark, which logs to {log}", err=True)
     for name in ("DataFrameQueryContextLogger", "SQLQueryContextLogger"):
         PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)  # an error is told once, in our words
-    return session("settled pipeline", master, log=log, quick=True)
+    try:
+        return session("settled pipeline", master, log=log, quick=True)
+    except Exception as error:
+        _fail(error)
 
 
 def _fail(error: Exception) -> NoReturn:
     """The one line that says it, out of whatever Spark wrapped round it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    ours = next((line.partition(": ")[2] for line in lines if line.startswith("settled.")), None)
-    typer.echo(f"settled: {ours or lines[0]}", err=True)
+    typer.echo(f"settled: {told_by(str(error)) or type(error).__name__}", err=True)
     raise typer.Exit(1) from None
+
+
+def told_by(text: str) -> str:
+    """Of an error's text the line that says it: ours, or the end of a traceback, or Java's.
+
+    >>> told_by("failed: Traceback (most recent call last):\\n  File 1\\n    f()\\nOSError: disk is full\\n")
+    'OSError: disk is full'
+    """
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    ours = next((line.partition(": ")[2] for line in lines if line.lstrip().startswith("settled.")), None)
+    if ours or not lines:
+        return ours or ""
+    starts = [i for i, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
+    for line in lines[starts[-1] + 1 :] if starts else ():
+        if not line.startswith(" "):
+            return line
+    if lines[0].startswith("An error occurred while calling") and len(lines) > 1:
+        return lines[1].removeprefix(": ")
+    return lines[0].strip()

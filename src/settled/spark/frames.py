@@ -20,7 +20,7 @@ from settled.signals import ConfigurationError
 from settled.spark.attempts import ACK, INVALID, Job
 from settled.spark.options import Options, is_nats
 from settled.spark.origin import Origin
-from settled.spark.settling import raw, settling
+from settled.spark.settling import raw, settling, sink_options
 from settled.spark.shipping import dumps, names_of
 from settled.spark.source import new_holder
 from settled.spark.types import spark_type
@@ -105,11 +105,14 @@ class Reading(NamedTuple):
         """How these rows are read; None if something was done to them since."""
         return _unchanged.get(df)
 
+    def _load(self, **options: str) -> DataFrame:
+        reader = self.spark.readStream if self.streaming else self.spark.read
+        return reader.format("settled").options(**options).load()
+
     def load(self, **more: str) -> DataFrame:
         """The rows, with what the source left out."""
         options = self.options | more
-        reader = (self.spark.readStream if self.streaming else self.spark.read).format("settled")
-        df = reader.options(**options, lean="true").load()
+        df = self._load(**options, lean="true")
         filled = {
             "queue": F.lit(self.origin.queue),
             "transaction_id": F.coalesce("transaction_id", "message_id"),
@@ -120,6 +123,10 @@ class Reading(NamedTuple):
         df = df.withColumns(filled).withMetadata("batch", self.origin.mark())
         _unchanged[df] = self._replace(options=options)
         return df
+
+    def staged(self, options: dict[str, str]) -> DataFrame:
+        """What came of the rows, staged by the tasks that read them."""
+        return self._load(**self.options | options)
 
 
 _unchanged: WeakKeyDictionary[DataFrame, Reading] = WeakKeyDictionary()
@@ -160,7 +167,16 @@ def _with_payload(df: DataFrame, payload: Any) -> DataFrame:
     if payload is bytes:
         return df
     if payload is str:
-        return df.withColumn("data", F.col("payload")).withColumn("payload", F.col("payload").cast("string"))
+        df = df.withColumnRenamed("payload", "data")
+        df = df.withColumn("payload", F.try_validate_utf8(F.col("data").cast("string")))
+        wrong = F.col("payload").isNull()
+        return df.withColumns(
+            {
+                "outcome": F.when(wrong, INVALID).otherwise(ACK),
+                "delay": F.lit(None).cast("double"),
+                "error": F.when(wrong, F.lit("the payload is no UTF-8 text")),
+            }
+        )
     kind = _payload_type(payload)
     parse = _from_json(kind) if isinstance(payload, (str, DataType)) else decoded(payload, kind)
     df = df.withColumnRenamed("payload", "data")
@@ -283,11 +299,19 @@ def settle(df: DataFrame, to: str | None = None) -> DataStreamWriter:
     `result` of each acknowledged row is pushed to that queue, to the partition in `to_partition` or else its
     own, in the same transaction.
     """
+    options = sink_options(df, to)
     reading = Reading.of(df)
-    if to is None and reading is not None and "handler" in reading.options:
-        df = reading.load(emit="failures")  # nobody will see the others
-    rows, options = settling(df, to)
+    if reading is not None and "handler" in reading.options and (to is None or _is_plain(df)):
+        options["emit"] = "staged"  # nobody will see the rows
+        rows = reading.staged(options)
+    else:
+        rows = settling(df, to)
     return rows.writeStream.format("settled").outputMode("append").options(**options)
+
+
+def _is_plain(df: DataFrame) -> bool:
+    """Whether results go as they are to their own partition; else Spark makes JSON of them, or chooses."""
+    return isinstance(df.schema["result"].dataType, BinaryType) and "to_partition" not in df.columns
 
 
 def settle_batch(df: DataFrame, batch_id: int | None = None, to: str | None = None) -> None:
@@ -295,8 +319,8 @@ def settle_batch(df: DataFrame, batch_id: int | None = None, to: str | None = No
 
     Rows are computed anew for each use: `persist()` the DataFrame first, or the handler runs twice.
     """
-    rows, options = settling(df, to)
-    rows.write.format("settled").mode("append").options(**options).save()
+    options = sink_options(df, to)
+    settling(df, to).write.format("settled").mode("append").options(**options).save()
 
 
 def settle_each(

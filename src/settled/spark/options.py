@@ -82,7 +82,7 @@ class Options:
             payload=_one_of("payload", own.get("payload", "bytes"), ("bytes", "string")),
             holder=own.get("holder", NOBODY),
             handler=own.get("handler", ""),
-            emit=_one_of("emit", own.get("emit", "all"), ("all", "failures")),
+            emit=_one_of("emit", own.get("emit", "all"), ("all", "staged")),
             to=own.get("to", ""),
             subject=own.get("subject", ""),
             max_deliver=_whole("maxDeliver", own["maxdeliver"], 1) if own.get("maxdeliver") else None,

@@ -15,8 +15,8 @@ from settled.spark.options import Options, is_nats
 from settled.spark.origin import Origin
 
 
-def settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]:
-    """The rows a sink is given, and its options; what cannot be settled is refused."""
+def sink_options(df: DataFrame, to: str | None) -> dict[str, str]:
+    """A sink's options; what cannot be settled is refused."""
     origin = Origin.of(df)
     have = set(df.columns)
     missing = {
@@ -33,22 +33,28 @@ def settling(df: DataFrame, to: str | None) -> tuple[DataFrame, dict[str, str]]:
         raise Conflict(
             f"settle() needs the column {sorted(missing)[0]!r}: keep it, it goes into the dead letter"
         )
-    options = origin.options()
     if to is None:
-        rows = _outcomes(df, None)
-        return rows.where(F.col("outcome") != ACK), options
+        return origin.options()
     _check_target(to, origin)
     if "result" not in have:
         raise ConfigurationError(
             f"settle(to={to!r}) pushes the column `result`: add one, or attempt() a handler that returns"
         )
+    return origin.options() | {"to": to}
+
+
+def settling(df: DataFrame, to: str | None) -> DataFrame:
+    """The rows a sink is given."""
+    if to is None:
+        return _outcomes(df, None).where(F.col("outcome") != ACK)
+    origin = Origin.of(df)
     own = F.lit(None).cast("string") if is_nats(origin.url) else F.col("partition")
-    chosen = "to_partition" in have
+    chosen = "to_partition" in df.columns
     partition = F.coalesce(F.col("to_partition").cast("string"), own) if chosen else own
     rows = df.withColumns({"to_partition": partition, "push": _json(df, "result")})
     unfit = _unfit("to_partition") if chosen and not is_nats(origin.url) else None
     rows = _outcomes(rows, unfit, "to_partition", "push")
-    return rows.where((F.col("outcome") != ACK) | F.col("push").isNotNull()), options | {"to": to}
+    return rows.where((F.col("outcome") != ACK) | F.col("push").isNotNull())
 
 
 def _check_target(to: str, origin: Origin) -> None:
@@ -72,12 +78,11 @@ def _unfit(name: str) -> Column:
 
 def _outcomes(df: DataFrame, unfit: Column | None, *more: str) -> DataFrame:
     """What a sink is given of each row; of one that is acknowledged little."""
-    have = set(df.columns)
     # Were it plainly `ack`, Spark would see that no row is left and not read the batch at all.
-    outcome = F.col("outcome") if "outcome" in have else F.when(F.col("lane").isNull(), F.lit(INVALID))
+    outcome = F.col("outcome") if "outcome" in df.columns else F.when(F.col("lane").isNull(), F.lit(INVALID))
     outcome = F.coalesce(outcome, F.lit(ACK))
-    delay = (F.col("delay") if "delay" in have else F.lit(None)).cast("double")
-    error = (F.col("error") if "error" in have else F.lit(None)).cast("string")
+    delay = (F.col("delay") if "delay" in df.columns else F.lit(None)).cast("double")
+    error = (F.col("error") if "error" in df.columns else F.lit(None)).cast("string")
     error = F.coalesce(error, F.when(F.isnan(delay), F.lit("delay is NaN; the backoff of the queue holds")))
     delay = (
         F.when(F.isnan(delay), F.lit(None))

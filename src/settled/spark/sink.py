@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 import uuid
 from collections import defaultdict
@@ -15,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from settled.queue import segment
+from settled.queue import sealing, segment
 from settled.queue.errors import Conflict, QueueFull
 from settled.queue.manifest import SQL, Link, Reader, Settled
 from settled.spark.attempts import ACK, DEAD, INVALID, RELEASE, RETRY
-from settled.spark.broker import broker_of
+from settled.spark.broker import Broker, broker_of
 from settled.spark.rows import stored
-from settled.spark.source import spare
+from settled.spark.source import STAGED, spare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -80,8 +81,9 @@ class _Open:
 class Staging:
     """Gathers one task's rows and hands them to the database."""
 
-    def __init__(self, to: str, in_order: bool) -> None:
+    def __init__(self, queue: str, to: str, in_order: bool) -> None:
         self.staged = Staged()
+        self._queue = queue
         self._to = to
         self.in_order = in_order
         self._held: set[int] = set()
@@ -194,10 +196,19 @@ class Staging:
         return self.staged
 
     def _copy(self, connection: Connection[Any]) -> None:
+        queues = {"queues": [self._queue, self._to]}
         with connection.transaction(), connection.cursor() as cursor:
+            encrypted = {row["name"] for row in connection.execute(SQL["encrypted"], queues)}
+            for queue in encrypted:
+                sealing.check(queue)
+            outcomes, segments = self._outcomes, self._segments
+            if self._queue in encrypted:
+                outcomes = [(*row[:-2], *map(_sealed, row[-2:])) for row in outcomes]
+            if self._to in encrypted:
+                segments = [(*row[:4], sealing.seal(row[4], row[3]), *row[5:]) for row in segments]
             for name, types, rows in (
-                ("copy_outcomes", _OUTCOME_TYPES, self._outcomes),
-                ("copy_segments", _SEGMENT_TYPES, self._segments),
+                ("copy_outcomes", _OUTCOME_TYPES, outcomes),
+                ("copy_segments", _SEGMENT_TYPES, segments),
             ):
                 if rows:
                     with cursor.copy(SQL[name]) as copy:
@@ -206,9 +217,28 @@ class Staging:
                             copy.write_row(row)
 
 
+def _sealed(value: bytes | None) -> bytes | None:
+    return None if value is None else sealing.seal_value(value)
+
+
+def carry(staged: WriterCommitMessage) -> pa.RecordBatch:
+    """What a task staged where its rows were read, as the one row that comes to the sink."""
+    return pa.RecordBatch.from_arrays([pa.array([pickle.dumps(staged)])], names=STAGED.names)
+
+
+def carried(batches: Iterator[pa.RecordBatch], broker: Broker) -> WriterCommitMessage:
+    """What was carried here; nothing if the task had nothing to read."""
+    found = [row for batch in batches for row in batch.column(0).to_pylist()]
+    if not found:
+        return broker.stage(iter(()))
+    (one,) = found  # of several, the others would be acknowledged
+    staged: WriterCommitMessage = pickle.loads(one)  # noqa: S301 - this very task's own
+    return staged
+
+
 def stage(batches: Iterator[pa.RecordBatch], settings: Options, link: Link) -> Staged:
     """Take over a task's rows."""
-    staging = Staging(settings.to, settings.ordering == "in_order")
+    staging = Staging(settings.queue, settings.to, settings.ordering == "in_order")
     for batch in batches:
         if not batch.num_rows:
             continue
@@ -289,7 +319,8 @@ class StreamSink(DataSourceStreamArrowWriter):
         self._settings = settings
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        staged = broker_of(self._settings).stage(iterator)
+        broker = broker_of(self._settings)
+        staged = carried(iterator, broker) if self._settings.emit == "staged" else broker.stage(iterator)
         spare("write")
         return staged
 

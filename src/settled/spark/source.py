@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("settled.spark")
 IDLE = 0.1
+STAGED = StructType([StructField("staged", BinaryType())])
+"""What a task that stages its rows itself has to say."""
 
 
 class SettledSource(DataSource):
@@ -92,6 +94,8 @@ def spare(what: str) -> None:
 
 def schema_of(settings: Options) -> StructType:
     """The columns; with a handler, what came of it too."""
+    if settings.emit == "staged":
+        return STAGED
     fields = list(rows.SPARK.fields)
     if settings.payload == "string":
         fields = [StructField("payload", StringType()) if f.name == "payload" else f for f in fields]
@@ -121,9 +125,10 @@ def read_task(settings: Options, task: InputPartition) -> Iterator[pa.RecordBatc
     chunks = broker_of(settings).chunks(task)
     batch: int = task.batch  # type: ignore[attr-defined]
     if settings.handler:
-        from settled.spark.fused import read_attempted
+        from settled.spark.fused import read_attempted, read_staged
 
-        yield from read_attempted(chunks, settings, batch)
+        read = read_staged if settings.emit == "staged" else read_attempted
+        yield from read(chunks, settings, batch)
         spare("attempts")
         return
     schema = rows.ARROW

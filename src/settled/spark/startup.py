@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import stat
 import sys
 import tempfile
+import threading
 from contextlib import contextmanager
 from importlib import resources, util
 from pathlib import Path
@@ -94,8 +96,28 @@ def _launch(app: str, master: str, settings: dict[str, str]) -> None:
     if SparkContext._gateway is not None:
         return
     conf = SparkConf(loadDefaults=False).setAppName(app).setMaster(master).setAll(list(settings.items()))
-    gateway = launch_gateway(conf, {"start_new_session": True})  # type: ignore[no-untyped-call]
+    with _signals_later():
+        gateway = launch_gateway(conf, {"start_new_session": True})  # type: ignore[no-untyped-call]
     SparkContext._ensure_initialized(gateway=gateway)
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Hear of SIGINT and SIGTERM at the end: a JVM whose start is interrupted never learns to go."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    usual = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    for one in usual:
+        signal.signal(one, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for one, handler in usual.items():
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 @contextmanager

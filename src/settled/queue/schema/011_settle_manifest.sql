@@ -80,10 +80,9 @@ begin
                            array(select case when u like '%.%' then split_part(u, '.', 1) else '' end from unnest(d.queues) u),
                            array(select split_part(u, '.', 2) from unnest(d.queues) u), p_options) t);
         perform from lane where id = any (v_targets) order by id for no key update;
-        if exists (select from lane l join queue t on t.id = l.queue_id
-                    where l.id = any (v_targets) and (t.options ->> 'encryptionEnabled')::boolean) then
-            raise exception using errcode = 'SE005', message =
-                'results were to be pushed to an encrypted queue, which Spark cannot do: push to another one';
+        if in_clear(p_writes) is not null then
+            raise exception using errcode = 'SE005', message = format(
+                'queue %L has become encrypted while results for it were staged: start the query again', in_clear(p_writes));
         end if;
     end if;
     perform from consumer c join manifest_range g on c.lane_id = g.lane_id and c.group_id = r.group_id

@@ -101,3 +101,6 @@ select q.uid::text || '-' || r.id as source from reader r
 -- name: room
 select backlog(q.id) as size, (q.options ->> 'maxSize')::bigint as max_size
   from queue q where q.name = %(queue)s and (q.options ->> 'maxSize')::bigint > 0
+
+-- name: encrypted
+select name from queue where name = any (%(queues)s) and (options ->> 'encryptionEnabled')::boolean

@@ -147,7 +147,10 @@ def tables(
 ) -> dict[str, list[Row]]:
     """The tables of a report, as the queue has them."""
     settled = [row for one in watch.settlements(stream, since) for row in _settlement(*one)]
-    return {"settlements": settled, "dead_letters": watch.letters(stream, dead_letters, since)}
+    letters = watch.letters(stream, dead_letters, since)
+    booked = {_place(row) for row in settled if row["kind"] == "dead"}
+    unbooked = [_death(row) for row in letters if _place(row) not in booked]
+    return {"settlements": settled + unbooked, "dead_letters": letters}
 
 
 def _minus(now: Totals, before: Totals) -> dict[str, int]:
@@ -181,6 +184,20 @@ def _settlement(stream: str, group: str, one: Settlement) -> Iterator[Row]:
             **base, "kind": "released", "first_sequence": one.first, "last_sequence": one.end - 1,
             "messages": held,
         }  # fmt: skip
+
+
+def _place(row: Row) -> tuple[str, str, int]:
+    sequence = row["first_sequence"] if "first_sequence" in row else row["sequence"]
+    return row["queue"], row["consumer_group"], sequence
+
+
+def _death(letter: Row) -> Row:
+    """A dead letter that is in no books, as the settlement that it was."""
+    names = ("at", "queue", "partition", "consumer_group", "lane_id", "attempts", "error")
+    return {
+        **{name: letter[name] for name in names}, "kind": "dead", "worker": "", "messages": 1,
+        "first_sequence": letter["sequence"], "last_sequence": letter["sequence"], "seconds": None,
+    }  # fmt: skip
 
 
 def _letter(message: Msg) -> Row:

@@ -26,6 +26,12 @@ class Outgoing(NamedTuple):
     data: bytes
     headers: Mapping[str, str]
 
+    @property
+    def size(self) -> int:
+        """What the server holds against its max_payload: headers count too."""
+        lines = sum(len(f"{name}: {value}\r\n".encode()) for name, value in self.headers.items())
+        return len(self.data) + len("NATS/1.0\r\n\r\n") + lines
+
 
 async def publish_all(connection: Connection, messages: Sequence[Outgoing]) -> None:
     """Store messages, in their order; those that are there already are left as they are.

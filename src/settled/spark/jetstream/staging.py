@@ -83,6 +83,7 @@ class Staging:
         self._pushed = 0
         self._known: set[str] | None = None
         self._books: Books | None = None
+        self._limit = 0
 
     def number(self, batches: Sequence[int]) -> None:
         """Note which batch the rows are of; all must be of one."""
@@ -114,9 +115,15 @@ class Staging:
         if self._books is None:
             value = Bucket(self._link).get(f"{settings.queue}.{settings.group}")
             self._books = msgspec.json.decode(value.data, type=Books)
+            self._limit = self._link.run(_max_payload)
         identity = f"settled:{self._books.name}.{settings.queue}.{settings.group}.{self._batch}.{seq}"
+        result = Outgoing(subject, payload, {MSG_ID: identity})
+        if result.size > self._limit:
+            error = f"the result has {result.size} bytes, the NATS server takes {self._limit} (max_payload)"
+            self._outcomes.append(Outcome(seq, DEAD, None, error))
+            return
         self._pushed += 1
-        self._pushes.append(Outgoing(subject, payload, {MSG_ID: identity}))
+        self._pushes.append(result)
         if len(self._pushes) >= _AT_ONCE:
             self._send()
 
@@ -137,6 +144,10 @@ class Staging:
             self._send()
         body = zlib.compress(_encode(self._outcomes), 1) if self._outcomes else b""
         return Staged(self._batch, body, self._pushed)
+
+
+async def _max_payload(connection: Connection) -> int:
+    return (await connection.open()).max_payload
 
 
 async def _sent_since(connection: Connection, subject: str, since: float) -> set[str]:

@@ -80,6 +80,8 @@ RULES = (
         "more than 10 failures a minute name a duplicate: a producer repeats itself",
     ),
 )
+OF_REDELIVERIES = frozenset(rule.name for rule in RULES if "'failed'" in rule.counts)
+"""Rules that need to know what came again."""
 
 
 def evaluate(settlements: DataFrame, until: datetime) -> list[dict[str, Any]]:

@@ -13,8 +13,9 @@ from urllib.parse import quote
 import msgspec
 import pyarrow as pa
 
-from settled.queue.errors import BadRequest, Conflict
+from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.queue.manifest import Link
+from settled.spark.jobs.checks import check_format
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -166,12 +167,14 @@ def export(
     kind: str = "parquet",
 ) -> Exported:
     """Add what happened since the last run; a run that was interrupted is done again in its place."""
-    if kind not in ("parquet", "delta"):
-        raise BadRequest("format", kind, "must be parquet or delta")
-    folder.mkdir(parents=True, exist_ok=True)
+    check_format(kind)
     state = _state(folder, queue, kind)
     number, counts = state.run + 1, {}
     with Link(url) as link:
+        # One that was exported before may be gone; what is left of it is exported all the same.
+        if queue is not None and number == 1 and not query(link, "known_queue", queue=queue)[0]["known"]:
+            raise NotFound("queue", queue)
+        folder.mkdir(parents=True, exist_ok=True)
         plan = state.plan
         if plan is None:
             # Nothing that is still being committed lies before the oldest open transaction.

@@ -19,7 +19,7 @@ select d.failed_at as at, d.id::text as id, d.queue, d.partition, d.consumer_gro
 
 -- name: waits
 select date_trunc('second', j.at) as at, q.name as queue, g.name as consumer_group,
-       exp(ceil(ln(greatest(extract(epoch from j.at - s.created_at), 0.001)) * 10) / 10)::double precision as seconds,
+       exp(ceil(ln(greatest(extract(epoch from j.at - s.created_at), 0.001)) * 50) / 50)::double precision as seconds,
        sum((least(s.first_seq + s.n, u.last + 1) - greatest(s.first_seq, u.first)) * least(u.n::numeric / (u.last - u.first + 1), 1)
           )::double precision as messages
   from journal j, unnest(j.lanes, j.groups, j.firsts, j.lasts, j.counts) u (lane, grp, first, last, n)
@@ -50,6 +50,10 @@ select q.name as queue, array_agg(l.id) as lanes from lane l join queue q on q.i
 
 -- name: known_queue
 select exists (select from queue where name = %(queue)s) as known, clock_timestamp() as now
+
+-- name: known_group
+select exists (select from consumer_group where name = %(group)s)
+       or exists (select from dead_letter where consumer_group = %(group)s) as known
 
 -- name: redrivable
 select d.id, d.queue, d.partition, d.headers, d.payload, d.failed_at from dead_letter d

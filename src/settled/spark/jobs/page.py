@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from html import escape
 from importlib import resources
@@ -29,10 +30,11 @@ def render(figures: dict[str, Any]) -> str:
     moments = [r["t"] for name in ("throughput", "latency", "in_hand") for r in figures[name]]
     times = _steps(min(moments), max(moments), width) if moments else []
     parts = {
-        "TITLE": escape(f"Queue {figures['queue']}" if figures["queue"] else "All queues"),
+        "TITLE": escape(_title(figures)),
         "SPAN": escape(span),
         "MADE": escape(_when(figures["made_at"])),
         "TILES": _tiles(figures),
+        "NOT_KNOWN": _not_known(figures),
         "ALERTS": _alerts(figures["alerts"]),
         "THROUGHPUT": _stacked(figures["throughput"], times, width),
         "WIDTH": _span(width),
@@ -53,9 +55,25 @@ def render(figures: dict[str, Any]) -> str:
         "LAG_AT": escape(_when(figures["lag_at"])),
         "LAG": _lag(figures["lag"]),
     }
-    for name, value in parts.items():
-        template = template.replace(f"@{name}@", value)
-    return template
+    return re.sub("@([A-Z_]+)@", lambda found: parts[found[1]], template)  # once: texts may look like marks
+
+
+def _title(figures: dict[str, Any]) -> str:
+    noun = "stream" if figures.get("streams") else "queue"
+    return f"{noun.capitalize()} {figures['queue']}" if figures["queue"] else f"All {noun}s"
+
+
+def _not_known(figures: dict[str, Any]) -> str:
+    """What the figures leave out, said above them."""
+    consumers = figures.get("only_dead_letters", [])
+    names = ", ".join(f"{one['consumer_group'] or '-'} of {one['queue']}" for one in consumers)
+    if not names and figures["totals"]["acked"] is not None:
+        return ""
+    return (
+        f"<section><h2>Not known here</h2><p>Of {escape(names) or 'consumers'} that are no pipeline only "
+        "dead letters are known, and counted. What else they acknowledged, tried again or gave back, and "
+        "what waits for them, is in no figure below: see their own metrics.</p></section>"
+    )
 
 
 def _when(text: str | None) -> str:
@@ -64,9 +82,10 @@ def _when(text: str | None) -> str:
 
 def _tiles(figures: dict[str, Any]) -> str:
     totals = figures["totals"]
-    settled = totals["acked"] + totals["dead"]
+    known = totals["acked"] is not None
+    settled = totals["acked"] + totals["dead"] if known else 0
     share = f"{100 * totals['acked'] / settled:.2f} % of what is settled" if settled else ""
-    waiting = sum(r["waiting"] + r["failing"] for r in figures["lag"])
+    waiting = sum(r["waiting"] + r["failing"] for r in figures["lag"]) if known else None
     tiles = [
         ("acknowledged", totals["acked"], share, COLOURS["acked"]),
         ("tried again", totals["retried"], "failed attempts that came again", COLOURS["retried"]),
@@ -75,8 +94,8 @@ def _tiles(figures: dict[str, Any]) -> str:
         ("waiting", waiting, f"over all groups, {_when(figures['lag_at'])}", "#3d4b5f"),
     ]
     return "".join(
-        f'<div class="tile"><b style="color:{colour}">{value:,}</b><span>{name}</span>'
-        f"<small>{escape(note)}</small></div>"
+        f'<div class="tile"><b style="color:{colour}">{"?" if value is None else f"{value:,}"}</b>'
+        f"<span>{name}</span><small>{escape('not known here' if value is None else note)}</small></div>"
         for name, value, note, colour in tiles
     )
 
@@ -85,16 +104,22 @@ def _alerts(alerts: list[dict[str, Any]]) -> str:
     rows = []
     for alert in alerts:
         state, when = "quiet", "never"
+        if not alert.get("known", True):
+            state, when = "not known", "not known: it counts what came again, too"
         if alert["fired"]:
             times = len(alert["fired"])
             state, when = "fired", f"{f'{times} times, first ' * (times > 1)}{_when(alert['fired'][0])}"
         elif alert["pending_since"]:
             state, when = "pending", f"not yet; over the limit since {_when(alert['pending_since'])}"
+        rate = f"{alert['worst_rate']:,.1f}/min"
+        if state == "not known":
+            rate = f"at least {rate}" if alert["worst_rate"] else "?"
         rows.append(
-            f'<tr><td><i class="{state}">{state}</i></td><td><b>{escape(alert["name"])}</b><br>'
+            f'<tr><td><i class="{state.replace(" ", "-")}">{state}</i></td>'
+            f"<td><b>{escape(alert['name'])}</b><br>"
             f"{escape(alert['text'])}</td>"
             f'<td class="n">{alert["threshold"]:g}/min<br><small>for {alert["minutes"]} min</small></td>'
-            f'<td class="n">{alert["worst_rate"]:,.1f}/min</td><td>{escape(when)}</td></tr>'
+            f'<td class="n">{rate}</td><td>{escape(when)}</td></tr>'
         )
     return (
         "<table><tr><th></th><th>rule</th><th class='n'>limit</th><th class='n'>worst rate</th>"
@@ -218,7 +243,7 @@ def _lines(rows: list[dict[str, Any]], times: list[float], width: float) -> str:
         drawn += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
             f"<title>{datetime.fromtimestamp(r['t'], UTC):%H:%M:%S}: "
-            f"{'all' if same else name} {r[name]:.3f} s</title></circle>"
+            f"{'all' if same else name} {r[name]:.3g} s</title></circle>"
             for x, y, r in points
         ]
     if len(rows) <= FEW:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from settled.queue import sealing, segment
-from settled.queue.errors import Conflict, NotFound, QueueFull
+from settled.queue.errors import BadRequest, Conflict, NotFound, QueueFull
 from settled.queue.manifest import WORKER, Link
 from settled.queue.options import QueueOptions
+from settled.spark.jobs.checks import check_rate
 from settled.spark.jobs.export import EPOCH, SQL, query, table
 
 if TYPE_CHECKING:
@@ -81,10 +82,15 @@ def redrive(
     message that was redriven and died again is left out, unless `again`; what dies meanwhile is for the next
     run. Where the target's maxSize leaves no room it ends with Conflict; what fitted was sent.
     """
+    check_rate(rate)
+    if to == "":
+        raise BadRequest("to", to, "must name a queue; without it each letter goes to its own")
     with Link(url) as link:
         [facts] = query(link, "known_queue", queue=choice.queue)
         if choice.queue is not None and not facts["known"]:
             raise NotFound("queue", choice.queue)
+        if choice.group is not None and not query(link, "known_group", group=choice.group)[0]["known"]:
+            raise NotFound("group", choice.group)
         chosen = {
             "queue": choice.queue,
             "group": choice.group,

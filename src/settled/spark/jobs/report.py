@@ -15,6 +15,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from settled.queue.errors import NotFound
 from settled.queue.manifest import Link
 from settled.spark.jobs import alerts
+from settled.spark.jobs.checks import check_report
 from settled.spark.jobs.export import EPOCH, SCHEMAS, TABLES, exported, query, snapshot, table
 from settled.spark.jobs.owners import owners
 from settled.spark.jobs.page import render
@@ -40,6 +41,7 @@ def write_report(
 
     On NATS, `dead_letters` names more streams of dead letters, such as the router's.
     """
+    check_report(target, hours)
     if isinstance(source, str) and is_nats(source):
         figures = of_streams(spark, source, queue, hours, dead_letters)
     else:
@@ -59,6 +61,8 @@ def of_streams(
     since = EPOCH if hours is None else now - timedelta(hours=hours)
     with Watch(url) as watch:
         found = tables(watch, queue, since, dead_letters)
+        groups = set(watch.groups(queue))
+        others = sorted({(d["queue"], d["consumer_group"]) for d in found["dead_letters"]} - groups)
         settlements, dead, waits = (
             spark.createDataFrame(pa.Table.from_pylist(found.get(name, []), SCHEMAS[name])) for name in TABLES
         )
@@ -72,7 +76,23 @@ def of_streams(
         figures = _figures(
             settlements, dead, waits, again, lag=watch.lag(queue), lag_at=now, now=now, queue=queue
         )
-        return {**figures, "owners": owners(spark, watch, found["dead_letters"], queue, since)}
+        if others or not groups:
+            _mark_unknown(figures, any_books=bool(groups))
+        return {
+            **figures,
+            "streams": True,
+            "only_dead_letters": [{"queue": one, "consumer_group": group} for one, group in others],
+            "owners": owners(spark, watch, found["dead_letters"], queue, since),
+        }
+
+
+def _mark_unknown(figures: dict[str, Any], *, any_books: bool) -> None:
+    """Of consumers that keep no books only dead letters are known: say so rather than 0, or quiet."""
+    if not any_books:
+        figures["totals"].update(acked=None, retried=None, released=None)
+    for alert in figures["alerts"]:
+        happened = alert["fired"] or alert["pending_since"]
+        alert["known"] = bool(happened) or alert["name"] not in alerts.OF_REDELIVERIES
 
 
 def compute(

@@ -100,9 +100,9 @@ def run(
     with _watch(url) as link:
         df = read_queue(spark, queue, group, url=url, **options)
         df = df.transform(attempt(handler, result=result, **(policy or {})))
-        after = _newest(link, queue, group)
+        after = _settled(link, queue, group)
         started = time.monotonic()
-        if isinstance(after, int) and after and "://" not in checkpoint and not Path(checkpoint).exists():
+        if isinstance(after, int) and after and ":/" not in checkpoint and not Path(checkpoint).exists():
             log.warning(
                 "queue %r, group %r: no checkpoint at %s, but the group has read %d batches; it goes on "
                 "after them",
@@ -176,11 +176,12 @@ def _watch(url: str) -> Any:
     return Watch(url)
 
 
-def _newest(link: Any, queue: str, group: str) -> Any:
+def _settled(link: Any, queue: str, group: str) -> Any:
+    """How far the group is; a batch that another run left open is for this one to settle."""
     if not isinstance(link, Link):
         return link.totals(queue, group)
     rows = link.rows("find_reader", queue=queue, group=group)
-    return rows[0]["newest"] if rows else 0
+    return link.rows("last_settled", reader=rows[0]["id"])[0]["number"] if rows else 0
 
 
 def _progress(link: Any, queue: str, group: str, after: Any, elapsed: float) -> Progress:

@@ -1,0 +1,45 @@
+"""What can be told of a job's arguments before Spark starts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from settled.queue.errors import BadRequest
+from settled.spark.options import is_nats
+
+FORMATS = ("parquet", "delta")
+LONGEST = 1_000_000
+"""Hours: a report that goes back further is one without `hours`."""
+
+
+def check_url(url: str, *, nats: bool) -> None:
+    """Refuse an address that the job cannot read."""
+    if not url.startswith(("postgresql://", "postgres://")) and not (nats and is_nats(url)):
+        or_nats = ", or a NATS server, nats://…" if nats else ""
+        hint = "must be the queue's database, postgresql://…, which `settled serve` prints"
+        raise BadRequest("url", url, f"{hint}{or_nats}")
+
+
+def check_format(kind: str) -> None:
+    """Refuse a format that no export has."""
+    if kind not in FORMATS:
+        raise BadRequest("format", kind, f"must be {' or '.join(FORMATS)}")
+
+
+def check_report(target: Path, hours: float | None) -> None:
+    """Refuse a page that cannot be written, or a time that is none."""
+    if target.suffix == ".json":
+        raise BadRequest(
+            "report", str(target), "must not end in .json: the figures go there, beside the page"
+        )
+    if not target.parent.is_dir():
+        raise BadRequest("report", str(target), f"must be in a folder that is there, {target.parent} is not")
+    if hours is not None and not 0 < hours <= LONGEST:
+        raise BadRequest("hours", hours, f"must be above 0 and at most {LONGEST}")
+
+
+def check_rate(rate: float | None) -> None:
+    """Refuse a pace that is none."""
+    if rate is not None and not 0 < rate < math.inf:
+        raise BadRequest("rate", rate, "must be messages a second, above 0; leave it out for no limit")
