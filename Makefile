@@ -32,10 +32,12 @@ bench: .venv/dev-installed
 	$(PYTHON) -m venv .venv
 
 .venv/run-installed: pyproject.toml constraints.txt | .venv/bin/python
+	@echo 'installing into .venv, a few minutes the first time'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,server,client,spark]'
 	@touch $@
 
 .venv/dev-installed: pyproject.toml constraints.txt | .venv/bin/python
+	@echo 'installing into .venv, a few minutes the first time'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ .venv/run-installed
 

@@ -45,13 +45,11 @@ def run(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log as JSON, a line each.")] = False,
 ) -> None:
     """Run an app until SIGINT or SIGTERM; then settle what is in hand and release the rest."""
-    if log_level not in ("debug", "info", "warning", "error"):
-        _fail(f"--log-level must be debug, info, warning or error, got {log_level!r}")
-    if reload:
-        _run_reloading()
-        return
-    observe_logging.configure(log_level, as_json=log_json)
     try:
+        observe_logging.configure(log_level, as_json=log_json)
+        if reload:
+            _run_reloading()
+            return
         found = load(target)
         if performers is not None:
             found.subscriptions = [
@@ -67,27 +65,27 @@ def run(
         raise typer.Exit(1)
 
 
-def _serve() -> None:
-    from settled.server.command import serve
-
-    app.command()(serve)
-
-
 def _add(name: str, extra: str, load: Callable[[], None]) -> None:
     """A command of an extra; where that is not installed, the command says how to get it."""
     try:
         load()
     except ModuleNotFoundError as error:
-        missing = error.name
+        missing = error
 
         def say() -> None:
-            _fail(f"{name} needs {missing}; run: pip install 'settled[{extra}]'")
+            raise missing
 
         app.command(
             name,
             help=f"Needs the extra {extra!r}, which is not installed.",
             context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
         )(say)
+
+
+def _serve() -> None:
+    from settled.server.command import serve
+
+    app.command()(serve)
 
 
 def _router() -> None:

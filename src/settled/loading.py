@@ -20,6 +20,9 @@ def load(target: str) -> App:
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise CannotLoad(f"{target!r} does not name an app; write module:app, for example shop.orders:app")
+    if module_name.endswith(".py") or "/" in module_name or module_name.startswith("."):
+        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise CannotLoad(f"{module_name!r} is no module's name; write {dotted}:{name}, where that is found")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -44,6 +47,8 @@ def load(target: str) -> App:
 
 
 def _in_one_line(error: Exception) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename or '').name}:{error.lineno})"
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
     text = " ".join(str(error).split())

@@ -36,7 +36,6 @@ def test_the_durable_consumer_of_the_first_example_charges_orders() -> None:
         (names,) = blocks("nats.md", url, "class Order")
         client = await nats.connect(url)
         jetstream = client.jetstream()
-        await jetstream.add_stream(name="ORDERS", subjects=["orders.>"])
         app: App = names["app"]
         async with running(app):
             for amount in (9.5, 0.0):
@@ -47,6 +46,8 @@ def test_the_durable_consumer_of_the_first_example_charges_orders() -> None:
         await client.close()
 
     with server() as one:
+        for _ in range(2):
+            blocks("nats.md", one.url, "# streams.py")
         asyncio.run(main(one.url))
 
 

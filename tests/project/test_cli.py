@@ -36,6 +36,7 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "shop.py").write_text(APP)
     (tmp_path / "broken.py").write_text("\n\nraise RuntimeError('no\\n database')\n")
     (tmp_path / "needs.py").write_text("import there_is_no_such_thing\n")
+    (tmp_path / "torn.py").write_text("\nprint(\n")
     (tmp_path / "empty.py").write_text("from settled import App\napp = App()\n")
     (tmp_path / "wrong.py").write_text(
         "from settled import App\napp = App()\n@app.subscriber('orders')\ndef handle(order): ...\n"
@@ -101,6 +102,9 @@ def test_version(project: Path) -> None:
     [
         ("shop", "'shop' does not name an app; write module:app"),
         ("nowhere:app", "no module 'nowhere' in"),
+        ("shop.py:app", "'shop.py' is no module's name; write shop:app"),
+        ("../shop:app", "'../shop' is no module's name; write shop:app"),
+        ("torn:app", "torn cannot be imported: SyntaxError: '(' was never closed (torn.py:2)"),
         ("shop.nowhere:app", "no module 'shop.nowhere'"),
         ("shop:ap", "shop has no 'ap'; did you mean shop:app?"),
         ("shop:not_an_app", "shop:not_an_app is a int, not a settled.App"),
@@ -115,6 +119,24 @@ def test_what_is_wrong_is_said_in_one_line(project: Path, target: str, text: str
     assert result.returncode == 2
     assert text in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("http://127.0.0.1:1", "cannot connect: Unreachable: "),
+        ("postgresql://u:hush@127.0.0.1:1/d", "cannot connect: Unavailable: the queue's database is unavail"),
+    ],
+)
+def test_a_broker_that_is_away_at_the_start_is_told_without_a_traceback(
+    project: Path, url: str, text: str
+) -> None:
+    (project / "away.py").write_text(APP.replace("App()", f"App({url!r})").partition("for number")[0])
+    result = run(project, "run", "away:app")
+    assert result.returncode == 2
+    _, told = result.stderr.strip().splitlines()  # the first one names the subscription
+    assert told.startswith(f"settled: {text}")
+    assert "hush" not in told
 
 
 def test_a_bad_option_is_refused(project: Path) -> None:
@@ -156,6 +178,41 @@ def test_reload_starts_anew_when_a_file_changes(start, project: Path) -> None:  
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode == 0
+
+
+ONLY_THE_COMMAND_LINE = """
+import sys
+
+others = "asyncpg", "nats", "prometheus_client", "psycopg", "pyarrow", "pyspark", "watchfiles", "zstandard"
+sys.modules.update(dict.fromkeys(others))  # as if they were not installed
+from settled.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("serve", "serve needs zstandard; run: pip install 'settled[server]'"),
+        (
+            "pipeline redrive --url postgresql://h/d",
+            "pipeline needs zstandard; run: pip install 'settled[spark]'",
+        ),
+        ("run shop:app --reload", "run needs watchfiles; run: pip install 'settled[cli]'"),
+    ],
+)
+def test_a_command_whose_extra_is_not_installed_names_it_in_one_line(
+    project: Path, arguments: str, text: str
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", ONLY_THE_COMMAND_LINE, *arguments.split()],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (1, f"settled: {text}\n")
 
 
 def test_the_bare_install_says_how_to_get_the_command_line(project: Path) -> None:

@@ -251,6 +251,9 @@ def test_health_metrics_and_the_dashboards_figures(http: Http, queue: str) -> No
         assert time.monotonic() < deadline, text
     assert 'settled_http_requests_total{method="POST",route="/api/v1/push",status="201"}' in text
     assert http("GET", "/metrics").body.startswith("# HELP")
+    assert "# TYPE settled_engine_pushed_messages_total counter\n" in text
+    assert "# TYPE settled_engine_waiting_pops gauge\n" in text
+    assert "A figure of the engine." not in text
     status = "/api/v1/status"
     for path in (
         status,

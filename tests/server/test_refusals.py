@@ -23,7 +23,14 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
         b'{"items":[{"queue":"q","payload":' + b"[" * 100_000 + b"]" * 100_000 + b"}]}",
         "nested",
     ),
-    ("/api/v1/push", b"[]", "must be"),
+    (
+        "/api/v1/push",
+        b'{"items":[{"queue":"q","payload":"\\ud800"}]}',
+        "\\ud800 at byte 34 is half",
+    ),
+    ("/api/v1/push", b'{"items":[{"queue":"q","payload":"\\ud83d!!!!!!"}]}', "not valid UTF-8 text"),
+    ("/api/v1/push", b'{"items":[{"queue":"q","payload":"\\\\ud800"', "Input data was truncated"),
+    ("/api/v1/push", b"[]", "body must be an object, got array"),
     ("/api/v1/push", b"{}", "items is required"),
     ("/api/v1/push", b'{"items":{}}', "items must be an array, got object"),
     ("/api/v1/push", b'{"items":[{}]}', "items[0].queue is required"),
@@ -46,7 +53,11 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
     ("/api/v1/ack", b'{"partitionId":"%b"}' % UUID.encode(), "transactionId is required"),
     ("/api/v1/ack", b'{"transactionId":"x"}', "partitionId is required to ensure message uniqueness"),
     ("/api/v1/ack", b'{"transactionId":"x","partitionId":"p"}', "partitionId must be the uuid"),
-    ("/api/v1/ack", b'{"transactionId":"x","partitionId":"%b","status":"maybe"}' % UUID.encode(), "status"),
+    (
+        "/api/v1/ack",
+        b'{"transactionId":"x","partitionId":"%b","status":"maybe"}' % UUID.encode(),
+        "status must be one of completed, dlq, failed, retry, success, got 'maybe'",
+    ),
     ("/api/v1/ack", b'{"transactionId":"x","partitionId":"%b","error":"\\u0000"}' % UUID.encode(), "error"),
     ("/api/v1/ack/batch", b"{}", "acknowledgments is required"),
     (
@@ -56,7 +67,11 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
     ),
     ("/api/v1/transaction", b"{}", "operations is required"),
     ("/api/v1/transaction", b'{"operations":[]}', "operations array cannot be empty"),
-    ("/api/v1/transaction", b'{"operations":[{"type":"dance"}]}', "operations[0].type"),
+    (
+        "/api/v1/transaction",
+        b'{"operations":[{"type":"dance"}]}',
+        "type must be one of push, ack, got",
+    ),
     (
         "/api/v1/transaction",
         b'{"operations":[{"type":"push","items":[{}]}]}',
@@ -166,6 +181,8 @@ def test_the_wrong_method_is_405_and_names_the_right_ones(http: Http) -> None:
     answer = http("GET", "/api/v1/push")
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
     assert http("DELETE", "/api/v1/pop/queue/q").status == 405
+    counted = 'settled_http_requests_total{method="DELETE",route="/api/v1/pop/queue/{queue}",status="405"}'
+    assert counted in http("GET", "/metrics").body
 
 
 def test_head_works_but_takes_no_messages(http: Http, queue: str) -> None:

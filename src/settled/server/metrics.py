@@ -20,6 +20,28 @@ if TYPE_CHECKING:
 STALE_AFTER = 30.0
 
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
+_ENGINE_HELP = {
+    "pushed_messages_total": "Messages stored.",
+    "push_flushes_total": "Writes of pushed messages to the database.",
+    "duplicate_messages_total": "Pushed messages whose id was there already.",
+    "popped_messages_total": "Messages handed out.",
+    "claims_total": "Calls to the database that lease messages.",
+    "settled_messages_total": "Messages settled, whatever the status.",
+    "settle_calls_total": "Calls to the database that settle messages.",
+    "known_lanes": "Partitions this server has seen.",
+    "known_leases": "Leases this server has handed out and remembers.",
+    "ready_lanes": "Partitions that may have messages to hand out, by group.",
+    "waiting_pops": "Pops that wait for a message.",
+    "remembered_ids": "Transaction ids kept in memory to find duplicates.",
+    "cached_segment_bytes": "Messages kept in memory, in bytes.",
+    "failed_retry_messages_total": "Messages that failed and come again.",
+    "failed_dlq_messages_total": "Messages that became dead letters.",
+    "failed_dropped_messages_total": "Messages that failed for good in a queue without dead letters.",
+    "released_messages_total": "Messages given back without an attempt counted.",
+    "refused_acks_total": "Acks that were refused: no such message, or no lease on it.",
+    "buffered_messages": "Pushes on this server's disk that wait for the end of maintenance.",
+    "refused_buffered_messages": "Pushes kept during maintenance that could not be pushed afterwards.",
+}
 
 
 class Tally:
@@ -143,7 +165,9 @@ def render(snapshots: Iterable[Snapshot], queues: Iterable[QueueStats], groups: 
         [({"method": m, "route": r}, round(n, 6)) for (m, r), n in sorted(seconds.items())],
     )  # fmt: skip
     for key, value in sorted(engine.items()):
-        family(f"settled_engine_{_NAME.sub('_', key)}", "untyped", "A figure of the engine.", [({}, value)])
+        kind = "counter" if key.endswith("_total") else "gauge"
+        help_ = _ENGINE_HELP.get(key, "A figure of the engine.")
+        family(f"settled_engine_{_NAME.sub('_', key)}", kind, help_, [({}, value)])
     queues = list(queues)
     for field, help_ in (
         ("total", "Messages retained."),

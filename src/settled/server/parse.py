@@ -6,12 +6,16 @@ import re
 import uuid
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
+from msgspec import inspect
 
 from .exchange import HttpError, bad
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 T = TypeVar("T")
 
@@ -28,6 +32,7 @@ QUEUE_MODE = "__QUEUE_MODE__"
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<where>.*)`)?$", re.DOTALL)
 _EXPECTED = re.compile(r"^Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`$")
+_UNKNOWN = re.compile(r"^Invalid (?:enum )?value (?P<got>'.*')$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`$")
 _WORDS = {
     "str": "a string",
@@ -35,7 +40,14 @@ _WORDS = {
     "float": "a number",
     "bool": "true or false",
     "array": "an array",
+    "object": "an object",
 }
+_LONE_SURROGATE = re.compile(
+    # Half of a pair, and what follows is not the other half; a backslash before it makes it plain text.
+    rb"(?<!\\)(?:\\\\)*(?P<half>\\u[dD][89abAB][0-9a-fA-F]{2})"
+    rb"(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])"
+)
+_STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -53,16 +65,24 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
             body.decode()
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise explain(str(error)) from None
+        raise explain(str(error), decoder.type) from None
     except msgspec.DecodeError as error:
-        raise HttpError(400, f"Invalid JSON: {error}") from None
+        raise HttpError(400, f"Invalid JSON: {_unreadable(body) or error}") from None
     except UnicodeDecodeError as error:
         raise HttpError(400, f"Invalid JSON: not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise HttpError(400, "Invalid JSON: nested too deeply") from None
 
 
-def explain(error: str) -> HttpError:
+def _unreadable(body: bytes) -> str | None:
+    """What the decoder takes for the end of the text, or for a bad escape, without saying why."""
+    found = _LONE_SURROGATE.search(body)
+    if found is None:
+        return None
+    return f"{found['half'].decode()} at byte {found.start('half')} is half a character, not valid UTF-8 text"
+
+
+def explain(error: str, type_: Any = Any) -> HttpError:
     """A decoder's complaint in our words: which field, what it must be, what came.
 
     >>> explain("Expected `str`, got `int` - at `$.items[0].queue`").error
@@ -81,7 +101,39 @@ def explain(error: str) -> HttpError:
     if expected:
         wanted = " or ".join(_WORDS.get(word.strip(), word.strip()) for word in expected["wanted"].split("|"))
         return bad(where or "body", f"must be {wanted}, got {expected['got']}")
+    unknown = _UNKNOWN.match(what)
+    allowed = choices(type_, where) if unknown else []
+    if unknown and allowed:
+        return bad(where, f"must be one of {', '.join(allowed)}, got {unknown['got']}")
     return bad(where or "body", f"is not valid: {what}")
+
+
+def choices(type_: Any, where: str) -> list[str]:
+    """The words a field of a body may hold, if it is one of a few.
+
+    >>> from typing import Literal
+    >>> choices(dict[str, list[Literal["on", "off"]]], "[...][0]")
+    ['off', 'on']
+    """
+    found = list(_members(inspect.type_info(type_)))
+    for step in _STEP.findall(where):
+        found = [member for part in found for inner in _inside(part, step) for member in _members(inner)]
+    words = [str(value) for part in found if isinstance(part, inspect.LiteralType) for value in part.values]
+    return list(dict.fromkeys(words))
+
+
+def _members(part: inspect.Type) -> Sequence[inspect.Type]:
+    return part.types if isinstance(part, inspect.UnionType) else (part,)
+
+
+def _inside(part: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    match part:
+        case inspect.ListType(item_type=inner) | inspect.DictType(value_type=inner) if step.startswith("["):
+            yield inner
+        case inspect.StructType(tag_field=field, tag=str(tag)) if field == step:
+            yield inspect.LiteralType((tag,))
+        case inspect.StructType():
+            yield from (field.type for field in part.fields if field.encode_name == step)
 
 
 def name(value: str, field: str) -> str:

@@ -87,6 +87,7 @@ class Router:
         if found is None:
             raise HttpError(404, f"no such route: {request.method} {request.path.decode('latin-1')}")
         node, raw = found
+        request.label = next(iter(node.methods.values())).path
         route = node.methods.get(method)
         if route is None:
             allowed = ", ".join(sorted(node.methods))
