@@ -29,10 +29,6 @@ class Subscription:
     decode: codec.Decode
     is_async: bool
 
-    def invoke(self, message: Message[Any]) -> Any:
-        """Call the handler with the message, or with its payload."""
-        return self.handler(message if self.policy.explicit else message.payload)
-
 
 def subscribe(
     handler: Handler, source: Source, policy: Policy, names: Mapping[str, Any] | None = None

@@ -91,7 +91,8 @@ class Proactor(Pump[AsyncChannel]):
 
     async def _handle(self, effect: Handle) -> tuple[Delivery, Outcome | BaseException] | None:
         buffered, counts, stop, settler = effect.buffered, self.counts, self._stop, self._settler
-        decode, invoke, channel = self.subscription.decode, self.subscription.invoke, self.channel
+        decode, handler, channel = self.subscription.decode, self.subscription.handler, self.channel
+        explicit = self.subscription.policy.explicit
         while True:
             delivery = buffered.popleft()
             try:
@@ -101,7 +102,7 @@ class Proactor(Pump[AsyncChannel]):
             self.in_hand = delivery
             token = in_hand.set(message)
             try:
-                await invoke(message)
+                await handler(message if explicit else message.payload)
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():

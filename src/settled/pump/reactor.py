@@ -67,7 +67,8 @@ class Reactor(Pump[Channel]):
 
     def _handle(self, effect: Handle) -> tuple[Delivery, Outcome | BaseException] | None:
         buffered, counts, stop, settler = effect.buffered, self.counts, self._stop, self._settler
-        decode, invoke = self.subscription.decode, self.subscription.invoke
+        decode, handler = self.subscription.decode, self.subscription.handler
+        explicit = self.subscription.policy.explicit
         while True:
             delivery = buffered.popleft()
             try:
@@ -77,7 +78,7 @@ class Reactor(Pump[Channel]):
             self.in_hand = delivery
             token = in_hand.set(message)
             try:
-                invoke(message)
+                handler(message if explicit else message.payload)
             except BaseException as error:
                 return delivery, Raised(error, delivery.settled)
             finally:

@@ -263,7 +263,7 @@ class Attempts:
                 continue
             token = in_hand.set(message)
             try:
-                value = subscription.invoke(message)
+                value = subscription.handler(message)
             except BaseException as error:
                 self._note(rows, done, i, Raised(error, recorder.action is not None), recorder.action)
             else:
