@@ -328,3 +328,36 @@ def test_without_advisories_nothing_of_the_kind_is_made(on_desk: OnDesk) -> None
         assert replace(settings, replicas=3).replicas == 3
 
     on_desk(test)
+
+
+@pytest.mark.parametrize("retention", [RetentionPolicy.LIMITS, RetentionPolicy.WORK_QUEUE])
+def test_a_message_that_fills_the_server_by_itself_is_not_lost_and_costs_nobody_the_connection(
+    on_desk: OnDesk, retention: RetentionPolicy, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(desk: Desk) -> None:
+        app, handled = desk.app(), []
+
+        @app.subscriber(desk.subject(), source=desk.durable(ack_wait=1))
+        async def handle(body: bytes) -> None:
+            handled.append(body[:1])
+            raise Reject("no such customer")
+
+        await desk.put(b"x" * (1024 * 1024 - 100))
+        await desk.put(b"y")
+        async with running(app):
+            if retention is RetentionPolicy.LIMITS:
+                await until(desk.settled)
+            else:  # its letter would be all there is of it, and has no room for it
+                await until(lambda: handled.count(b"x") > 1)
+            letters = await desk.letters()
+        if retention is RetentionPolicy.LIMITS:
+            assert [one.data or b"" for one in letters] == [b"", b"y"]
+            assert (letters[0].headers or {})["settled-error"] == (
+                f"no such customer (too large to be copied: the message itself is number 1 of stream {desk.stream})"
+            )
+        else:
+            assert ([one.data for one in letters], await desk.kept()) == ([b"y"], 1)
+            assert "a message must be 1048576 bytes at most (max_payload), got 104" in caplog.text
+        assert "lost the connection" not in caplog.text
+
+    on_desk(test, retention=retention)

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from settled import App, ConfigurationError
 from settled.transports.nats import NatsTransport
+from settled.transports.nats.connection import Refused
 from tests.nats.conftest import Desk, running, until
 from tests.nats.servers import Server
 
@@ -146,3 +147,18 @@ def test_a_server_that_is_not_there_is_named_with_the_reason() -> None:
         assert "secret" not in str(found.value)
 
     asyncio.run(main())
+
+
+def test_a_message_that_is_too_large_with_its_headers_is_refused_and_the_next_one_goes(
+    on_desk: OnDesk, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(desk: Desk) -> None:
+        app = App(desk.url)
+        with pytest.raises(Refused, match="1048576 bytes at most .max_payload., got 10486") as refused:
+            await app.publish(desk.subject(), b"x" * (1024 * 1024 - 10))
+        assert app.transport.refuses(refused.value)  # type: ignore[attr-defined]
+        assert (await app.publish(desk.subject(), b"y")).sequence == 1
+        await app.transport.close()
+        assert "lost the connection" not in caplog.text
+
+    on_desk(test)

@@ -293,6 +293,22 @@ def test_what_cannot_be_read_is_said_at_once(stall: Stall) -> None:
         stall.query(stream).hold()
 
 
+def test_the_letter_of_a_message_that_fills_the_server_by_itself_says_where_that_is(stall: Stall) -> None:
+    stream = stall.stream()
+    stall.put(stream, [b"x" * (1024 * 1024 - 100), b"y" * 1000])
+    query = stall.query(stream).hold()
+    done = query.batch(lambda row: ("dead", None, "no card"))
+    assert done.dead == 2
+    assert query.batch() is None
+    query.close()
+    large, small = sorted(stall.letters(stream), key=lambda letter: letter.headers["settled-sequence"])
+    assert (large.data or b"", small.data) == (b"", b"y" * 1000)
+    assert large.headers["settled-error"] == (
+        f"no card (too large to be copied: the message itself is number 1 of stream {stream})"
+    )
+    assert small.headers["settled-error"] == "no card"
+
+
 def test_a_result_larger_than_the_server_takes_is_a_dead_letter_that_says_so(stall: Stall) -> None:
     stream, target = stall.stream(), stall.stream()
     stall.put(stream, [{"id": i} for i in range(4)])

@@ -159,8 +159,10 @@ def test_a_report_counts_each_outstanding_message_once_and_only_successes_as_suc
             {"queue": queue, "consumer_group": "g", "partitions": 3, "waiting": 33, "failing": 1}
         ]
         assert figures["retries_to_success"] == [{"attempts": 1, "count": 1}]
-    with pytest.raises(NotFound, match="queue not found: nosuch"):
-        write_report(spark, shop.dsn, tmp_path / "none.html", queue="nosuch")
+    for source in (shop.dsn, tmp_path / "files"):
+        with pytest.raises(NotFound, match="queue not found: nosuch"):
+            write_report(spark, source, tmp_path / "none.html", queue="nosuch")
+    assert write_report(spark, tmp_path / "files", tmp_path / "files.html", queue=queue)["lag"]
 
 
 def test_what_was_settled_behind_a_released_message_does_not_wait(spark: SparkSession, shop: Shop) -> None:

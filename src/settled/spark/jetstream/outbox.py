@@ -62,7 +62,8 @@ async def _write_letters(
         _letter(settings, failure, last.errors[failure.error], found.get(sequence))
         for sequence, failure in failures.items()
     ]
-    await publish_all(connection, [_outgoing(letter, books.terms) for letter in letters])
+    limit = (await connection.open()).max_payload
+    await publish_all(connection, [_fitting(letter, books.terms, limit) for letter in letters])
 
 
 def _letter(settings: Options, failure: Failure, error: str, message: Stored | None) -> Letter:
@@ -80,6 +81,14 @@ def _letter(settings: Options, failure: Failure, error: str, message: Stored | N
         reason=Reason.UNACCEPTABLE if failure.outcome == INVALID else Reason.DELIVERY_ERROR,
         error=error if message is not None else f"{error} ({REMOVED})",
     )
+
+
+def _fitting(letter: Letter, terms: Terms, limit: int) -> Outgoing:
+    """What the server takes of a letter: facts come on top of a message that may fill it by itself."""
+    whole = _outgoing(letter, terms)
+    if whole.size <= limit:
+        return whole
+    return _outgoing(letter.without_body(), terms)
 
 
 def _outgoing(letter: Letter, terms: Terms) -> Outgoing:

@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 
 from settled.queue.errors import Conflict
 from settled.transports.nats import Connection
+from settled.transports.nats.connection import wire_size
 
 AT_ONCE = 1_000
 _SILENCE = 3.0
@@ -28,9 +29,8 @@ class Outgoing(NamedTuple):
 
     @property
     def size(self) -> int:
-        """What the server holds against its max_payload: headers count too."""
-        lines = sum(len(f"{name}: {value}\r\n".encode()) for name, value in self.headers.items())
-        return len(self.data) + len("NATS/1.0\r\n\r\n") + lines
+        """What the server holds against its max_payload."""
+        return wire_size(self.data, self.headers)
 
 
 async def publish_all(connection: Connection, messages: Sequence[Outgoing]) -> None:

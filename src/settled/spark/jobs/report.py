@@ -109,8 +109,12 @@ def compute(
             tables = [table(spark, link, name, since, until, queue) for name in TABLES]
             lag, failing = (snapshot(spark, link, name, now, queue) for name in ("lag", "failing"))
     else:
-        tables = [_exported(spark, Path(source), name, since, queue) for name in TABLES]
-        lag, failing = (_exported(spark, Path(source), name, EPOCH, queue) for name in ("lag", "failing"))
+        folder = Path(source)
+        everything = {name: _exported(spark, folder, name, queue) for name in (*TABLES, "lag")}
+        if queue is not None and all(one.isEmpty() for one in everything.values()):
+            raise NotFound("queue", queue)
+        tables = [everything[name].where(F.col("at") >= F.lit(since)) for name in TABLES]
+        lag, failing = everything["lag"], _exported(spark, folder, "failing", queue)
     tables = [one.persist() for one in (*tables, failing)]
     order = ["queue", "consumer_group"]
     found = [row.asDict() for row in lag.select(*SCHEMAS["lag"].names).orderBy(*order).collect()]
@@ -123,8 +127,8 @@ def compute(
             one.unpersist()
 
 
-def _exported(spark: SparkSession, folder: Path, name: str, since: datetime, queue: str | None) -> DataFrame:
-    df = exported(spark, folder, name).where(F.col("at") >= F.lit(since))
+def _exported(spark: SparkSession, folder: Path, name: str, queue: str | None) -> DataFrame:
+    df = exported(spark, folder, name)
     return df.where(F.col("queue") == queue) if queue else df
 
 

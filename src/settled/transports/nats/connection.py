@@ -55,6 +55,16 @@ class Refused(PublishFailed):
     """No stream ever will: NATS has no way to write it."""
 
 
+def wire_size(data: bytes, headers: Mapping[str, str]) -> int:
+    """What the server holds against its max_payload: headers count too.
+
+    >>> wire_size(b"{}", {"tenant": "acme"})
+    28
+    """
+    lines = sum(len(f"{name}: {value}\r\n".encode()) for name, value in headers.items())
+    return len(data) + (len("NATS/1.0\r\n\r\n") + lines if headers else 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
     """Who we are to the server; a user and password, or a token, may be in the URL as well."""
@@ -254,6 +264,13 @@ class Connection:
         self, subject: str, data: bytes, headers: Mapping[str, str], timeout: float
     ) -> PubAck:
         """Publish and wait for the stream's acknowledgement; whatever goes wrong is raised as it is."""
+        size, most = wire_size(data, headers), self.sending.max_payload
+        if size > most:
+            # The client counts the body alone, and the server would end the connection, for all.
+            raise Refused(
+                f"publish: subject {subject!r}: a message must be {most} bytes at most (max_payload), got "
+                f"{size} with its headers"
+            )
         return await self.jetstream.publish(subject, data, timeout=timeout, headers=dict(headers))
 
     async def publish(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import nats.js.errors
-from nats.js.api import StreamConfig
+from nats.js.api import RetentionPolicy, StreamConfig
 
 from settled.settlement import Reason, Reject, one_line
 from settled.signals import ConfigurationError
 from settled.transports.base import Source
 from settled.transports.letters import destination
-from settled.transports.nats.connection import Connection, logger
+from settled.transports.nats.connection import Connection, Refused, logger
 from settled.transports.nats.delivery import MSG_ID, NatsDelivery
 from settled.transports.nats.sources import Consumer
 
@@ -70,6 +70,13 @@ class Letter:
     def identity(self) -> str:
         """The same whoever writes it; with the time, since a stream that was made anew counts from 1."""
         return f"{self.stream}.{self.consumer}.{self.sequence}.{self.stored_ns}"
+
+    def without_body(self) -> Letter:
+        """What to write where the whole is too large: where the message itself is."""
+        where = (
+            f"too large to be copied: the message itself is number {self.sequence} of stream {self.stream}"
+        )
+        return replace(self, data=b"", headers={}, error=f"{one_line(self.error, 1000)} ({where})")
 
     def wire_headers(self) -> dict[str, str]:
         """The original's headers, without those the server acts on, and the facts of its death."""
@@ -175,7 +182,24 @@ class Office:
         self._ready.add(stream)
 
     async def write(self, letter: Letter, source: Source) -> bool:
-        """Store a letter, confirmed; False if it was there already."""
+        """Store a letter, confirmed; False if it was there already.
+
+        Its facts come on top of a message that may fill a packet by itself: the body is left out then, if the
+        message stays in its stream.
+        """
+        try:
+            return await self._write(letter, source)
+        except Refused:
+            if not await self._stays(letter.stream):
+                raise
+            return await self._write(letter.without_body(), source)
+
+    async def _stays(self, stream: str) -> bool:
+        """Whether a stream keeps what a consumer is through with."""
+        config = (await self._connection.jetstream.stream_info(stream)).config
+        return config.retention == RetentionPolicy.LIMITS
+
+    async def _write(self, letter: Letter, source: Source) -> bool:
         to = destination(source, Reject(letter.reason, letter.error))
         headers = letter.wire_headers()
         if to is None:
