@@ -353,7 +353,7 @@ def test_a_message_that_fills_the_server_by_itself_is_not_lost_and_costs_nobody_
         if retention is RetentionPolicy.LIMITS:
             assert [one.data or b"" for one in letters] == [b"", b"y"]
             assert (letters[0].headers or {})["settled-error"] == (
-                f"no such customer (too large to be copied: the message itself is number 1 of stream {desk.stream})"
+                f"no such customer (too large to be copied: message 1 of stream {desk.stream})"
             )
         else:
             assert ([one.data for one in letters], await desk.kept()) == ([b"y"], 1)

@@ -154,7 +154,7 @@ def test_a_message_that_is_too_large_with_its_headers_is_refused_and_the_next_on
 ) -> None:
     async def test(desk: Desk) -> None:
         app = App(desk.url)
-        with pytest.raises(Refused, match="1048576 bytes at most .max_payload., got 10486") as refused:
+        with pytest.raises(Refused, match=r"1048576 bytes at most .max_payload., got 10486") as refused:
             await app.publish(desk.subject(), b"x" * (1024 * 1024 - 10))
         assert app.transport.refuses(refused.value)  # type: ignore[attr-defined]
         assert (await app.publish(desk.subject(), b"y")).sequence == 1

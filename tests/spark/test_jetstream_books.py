@@ -304,7 +304,7 @@ def test_the_letter_of_a_message_that_fills_the_server_by_itself_says_where_that
     large, small = sorted(stall.letters(stream), key=lambda letter: letter.headers["settled-sequence"])
     assert (large.data or b"", small.data) == (b"", b"y" * 1000)
     assert large.headers["settled-error"] == (
-        f"no card (too large to be copied: the message itself is number 1 of stream {stream})"
+        f"no card (too large to be copied: message 1 of stream {stream})"
     )
     assert small.headers["settled-error"] == "no card"
 

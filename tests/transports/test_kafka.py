@@ -18,7 +18,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from settled import App, ConfigurationError, Defer, DontAck, Message, Policy
 from settled.bridge import Bridge
 from settled.portal import Portal
-from settled.settlement import Reject
+from settled.settlement import Reason, Reject
 from settled.transports.base import (
     AsyncChannel,
     Channel,
@@ -56,6 +56,13 @@ NEWER = "group.protocol=consumer"
 def kafka() -> Iterator[Cluster]:
     with cluster() as one:
         yield one
+
+
+@pytest.fixture
+def undisturbed() -> Iterator[Cluster]:
+    """A cluster of the test's own: the mock drops every lock when anybody's connection to it is closed."""
+    with cluster() as own:
+        yield own
 
 
 def address(kafka: Cluster, query: str = NEWER) -> str:
@@ -364,6 +371,26 @@ def test_a_letter_that_cannot_be_written_leaves_its_message(broker: KafkaBroker)
     assert headers["settled-group"] == broker.queue
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_the_letter_of_a_record_that_only_others_may_write_says_where_that_is(
+    undisturbed: Cluster, share: bool
+) -> None:
+    settings = KafkaTopic(share=share, lease=LEASE)
+    with broker_of(undisturbed, settings, query=f"{NEWER}&message.max.bytes=20000") as broker:
+        other = Producer({"bootstrap.servers": undisturbed.address})
+        other.produce(broker.queue, b"x" * 25_000, headers={"tenant": "acme"})
+        assert other.flush(30) == 0
+        broker.portal.run(broker.transport.open())  # before the mock has locks to drop over it
+        channel = broker.channel()
+        channel.reject(one(channel), Reject(Reason.DELIVERY_ERROR, "no card"))
+        ((body, headers),) = broker.records(f"{broker.queue}.dead")
+        assert (body, headers["settled-subject"], headers["settled-attempts"]) == (b"", broker.queue, "1")
+        where = f"partition 0 of {broker.queue}, offset 0"
+        assert headers["settled-error"] == f"no card (too large to be copied: {where})"
+        channel.close()
+        assert not broker.channel().receive(1, 1)
+
+
 def test_a_commit_that_fails_reaches_the_caller_and_the_next_one_makes_up_for_it(broker: KafkaBroker) -> None:
     for body in (b"1", b"2", b"3"):
         broker.publish(Outgoing(subject=broker.queue, data=body))
@@ -623,13 +650,6 @@ class ShareBroker(KafkaBroker):
         # The mock gives a member of a share group nothing before its second heartbeat.
         assert not channel.receive(1, 0)
         return channel
-
-
-@pytest.fixture
-def undisturbed() -> Iterator[Cluster]:
-    """A cluster of the test's own: the mock drops every lock when anybody's connection to it is closed."""
-    with cluster() as own:
-        yield own
 
 
 @pytest.fixture

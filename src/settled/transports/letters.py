@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 from settled.message import Delivery
-from settled.settlement import Reason, Reject
+from settled.settlement import Reason, Reject, one_line
 from settled.transports.base import Outgoing, Source
 
 
@@ -40,6 +41,23 @@ def letter(delivery: Delivery, rejection: Reject, group: str, to: str) -> Outgoi
     if identity != delivery.id:  # which there was room for
         identity = _short(identity)
     return Outgoing(subject=to, data=delivery.data, headers=headers, id=identity, lane=delivery.lane)
+
+
+def without_body(dead: Outgoing, where: str) -> Outgoing:
+    """What to write where the whole is too large for the broker, and the message itself stays there.
+
+    >>> dead = Outgoing(subject="dead", data=b"x" * 2_000_000, headers={"settled-error": "no card"})
+    >>> without_body(dead, "offset 7").headers
+    {'settled-error': 'no card (too large to be copied: offset 7)'}
+    """
+    facts = {name: value for name, value in dead.headers.items() if name.startswith("settled-")}
+    facts["settled-error"] = too_large(facts["settled-error"], where)
+    return replace(dead, data=b"", headers=facts)
+
+
+def too_large(error: str, where: str) -> str:
+    """The error in a letter that is not the whole message."""
+    return f"{one_line(error, 1000)} (too large to be copied: {where})"
 
 
 def _short(identity: str) -> str:

@@ -22,7 +22,7 @@ from settled.transports.kafka.channel import KafkaChannel, logger
 from settled.transports.kafka.records import KEY, outgoing
 from settled.transports.kafka.settings import DEFAULT_GROUP, Address, Config
 from settled.transports.kafka.share import SHARED, ShareChannel
-from settled.transports.letters import destination, letter
+from settled.transports.letters import destination, letter, without_body
 from settled.transports.looped import LoopTransport
 
 _FLUSH_WITHIN = 30.0
@@ -223,7 +223,15 @@ class KafkaTransport(LoopTransport[Writer]):
     ) -> None:
         """Publish a dead letter, with the key of the original."""
         to = destination(source, rejection) or default_letters(source)
-        await self.push(replace(letter(delivery, rejection, group, to), lane=key))
+        dead = replace(letter(delivery, rejection, group, to), lane=key)
+        try:
+            await self.push(dead)
+        except KafkaException as error:
+            if not self.refuses(error):
+                raise
+            place = delivery.metadata()
+            where = f"partition {place.lane} of {delivery.subject}, offset {place.stream_sequence}"
+            await self.push(without_body(dead, where))
 
 
 def default_letters(source: Source) -> str:

@@ -13,7 +13,7 @@ from nats.js.api import RetentionPolicy, StreamConfig
 from settled.settlement import Reason, Reject, one_line
 from settled.signals import ConfigurationError
 from settled.transports.base import Source
-from settled.transports.letters import destination
+from settled.transports.letters import destination, too_large
 from settled.transports.nats.connection import Connection, Refused, logger
 from settled.transports.nats.delivery import MSG_ID, NatsDelivery
 from settled.transports.nats.sources import Consumer
@@ -73,10 +73,8 @@ class Letter:
 
     def without_body(self) -> Letter:
         """What to write where the whole is too large: where the message itself is."""
-        where = (
-            f"too large to be copied: the message itself is number {self.sequence} of stream {self.stream}"
-        )
-        return replace(self, data=b"", headers={}, error=f"{one_line(self.error, 1000)} ({where})")
+        where = f"message {self.sequence} of stream {self.stream}"
+        return replace(self, data=b"", headers={}, error=too_large(self.error, where))
 
     def wire_headers(self) -> dict[str, str]:
         """The original's headers, without those the server acts on, and the facts of its death."""
