@@ -9,9 +9,9 @@ from uuid import UUID, uuid4
 import pytest
 
 from settled.queue.engine import Engine
-from settled.queue.errors import Conflict
+from settled.queue.errors import Conflict, Fenced
 from settled.queue.manifest import Reader
-from settled.queue.types import PushItem
+from settled.queue.types import AckItem, PushItem
 from tests.queue.helpers import push
 
 MANY = 10_000
@@ -145,3 +145,36 @@ def test_an_outcome_of_a_message_that_was_not_handed_out_is_refused(dsn: str) ->
 async def _one_more(dsn: str) -> None:
     async with await Engine.open(dsn) as engine:
         await push(engine, "q", "more")
+
+
+def test_nobody_else_settles_a_message_of_an_open_batch_until_its_query_is_gone(dsn: str) -> None:
+    _fill(dsn, 4, retry="parked")
+    reader = Reader(dsn, "q", "g", str(uuid4()), 60)
+
+    async def by_hand(*, works: bool) -> None:
+        async with await Engine.open(dsn) as engine:
+            partition = (await engine.queue("q")).lanes[0].id
+            second = (await engine.messages(queue="q"))[-2].transaction_id
+            item = AckItem(second, partition)  # of whoever has it: no lease is named
+            assert [r.message for r in await engine.ack([item], "g")] == ["invalid_lease"]
+            if works:
+                await engine.bury_message(partition, second, group="g")
+                assert [d.transaction_id for d in (await engine.dead_letters()).rows] == [second]
+            else:
+                with pytest.raises(Conflict, match="is in a batch that a Spark query of group 'g' has open"):
+                    await engine.bury_message(partition, second, group="g")
+
+    with reader.link:
+        reader.hold(streaming=False)
+        number, _, seqs = _batch(reader, 10)
+        asyncio.run(by_hand(works=False))
+        reader.link.get().execute("update consumer set lease_until = now() - interval '1 s'")
+        asyncio.run(by_hand(works=True))
+        with pytest.raises(Fenced, match="lost the lease of 1 partitions"):
+            reader.settle(number, [], 0, 0)
+        reader.serve(number)
+        assert reader.settle(number, [], 0, 0).acked == 0
+        number, _, left = _batch(reader, 10)
+        assert [seq for seq in seqs if seq in left] == seqs
+        done = reader.settle(number, [], 0, 0)
+        assert (done.messages, done.acked) == (3, 3)

@@ -18,13 +18,14 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, LongType
 
-from settled import ConfigurationError, Defer, DontAck, Invalid, Message, Reject, current_message
+from settled import App, ConfigurationError, Defer, DontAck, Invalid, Message, Reject, current_message
 from settled.handlers import defer_on_error, reject_on_error
 from settled.policy import PolicyOptions
 from settled.queue.errors import BadRequest, Conflict, QueueFull
 from settled.queue.types import PopRequest
 from settled.spark import attempt, read_queue, settle, settle_batch, sink
 from settled.spark.frames import Reading
+from settled.testing import Rehearsal
 from tests.spark.conftest import Run, Shop, finished
 
 
@@ -324,6 +325,46 @@ def test_an_explicit_handler_settles_its_message(
     assert shop.pop_all(queue + "-out") == {"p0": [{"lane": "p0", "attempt": 1, "tenant": "acme"}]}
     [dead] = shop.dead(queue)
     assert (dead.error, dead.headers) == ("broken glass", {"tenant": "acme"})
+
+
+def by_hand(order: Order) -> dict[str, int]:
+    """Settles its message itself, though it is given the payload."""
+    message = current_message()
+    assert message is not None
+    assert not message.settled
+    match order.kind:
+        case "terminated":
+            message.term("by hand")
+            message.ack()  # too late
+        case "again":
+            message.nak(3600)
+        case "given-back":
+            message.release()
+        case "acked-then-broken":
+            message.ack()
+            raise ZeroDivisionError
+    return {"invoice": order.id}
+
+
+@pytest.mark.parametrize("mode", ["udf", "fused"])
+def test_what_a_handler_of_payloads_settles_by_hand_stands_as_in_a_pump(
+    spark: SparkSession, shop: Shop, run: Run, mode: str
+) -> None:
+    queue, kinds = shop.queue(), ["good", "terminated", "again", "given-back", "acked-then-broken", "good"]
+    app = App()
+    app.subscriber("orders")(by_hand)
+    rehearsal = Rehearsal(app)
+    published = [rehearsal.publish("orders", Order(i, kinds[i])).id for i in (0, 1, 4)]
+    rehearsal.run_until_idle()
+    assert [rehearsal.history(id_) for id_ in published] == [["ack"], ["reject"], ["ack"]]
+    shop.push(queue, orders(" ".join(kinds)), lanes=1)
+    run(attempted(mode, spark, shop, queue, by_hand), queue + "-out")
+    assert shop.totals(queue) == {
+        "messages": 6, "acked": 3, "dead": 1, "retried": 1, "released": 1, "pushed": 2, "batches": 1,
+    }  # fmt: skip
+    assert [(d.transaction_id != "", d.error) for d in shop.dead(queue)] == [(True, "by hand")]
+    [pushed] = shop.pop_all(queue + "-out").values()
+    assert pushed == [{"invoice": 0}, {"invoice": 5}]
 
 
 @pytest.mark.parametrize("mode", ["udf", "fused"])

@@ -167,6 +167,11 @@ async def bury_message(core: Core, partition_id: str, transaction_id: str, group
         case "leased":
             if not await bury(core, [AckItem(transaction_id, partition_id, "dlq", None, BY_HAND)], group):
                 raise Conflict(f"message {transaction_id!r} was just settled by who has it")
+        case "batch":
+            raise Conflict(
+                f"message {transaction_id!r} is in a batch that a Spark query of group {group!r} has open: "
+                "it is settled with that"
+            )
         case "far":
             raise Conflict(f"message {transaction_id!r} is too far behind the next one for group {group!r}")
         case _:

@@ -164,7 +164,7 @@ def headers_of(rows: Rows, place: int) -> Mapping[str, str]:
 
 
 class _Recorder:
-    """Takes down what an explicit handler asks for; the batch's transaction carries it out."""
+    """Takes down what a handler asks for; the batch's transaction carries it out."""
 
     def __init__(self) -> None:
         self.action: Action | None = None
@@ -173,6 +173,12 @@ class _Recorder:
         if delivery.claim():
             self.action = action
         return DONE
+
+    def taken(self, delivery: Delivery) -> Action | None:
+        """What was asked for, if anything was; the next row has the same delivery, open."""
+        action, self.action = self.action, None
+        delivery.reopen()
+        return action
 
     def extend(self, delivery: Delivery) -> Awaitable[None]:
         return DONE  # the driver renews the lease of the whole batch
@@ -194,13 +200,13 @@ class Attempts:
         done = Attempted(results=[None] * (len(rows.offsets) - 1))
         delivery = _RowDelivery(rows, 0, self._job.queue, self._job.group)
         message = Message.__new__(Message)
-        message._delivery, message._settler = delivery, _Recorder()
+        message._delivery, message._settler = delivery, (recorder := _Recorder())
         token = in_hand.set(message)
         try:
             if self._policy.explicit:
                 self._explicit(rows, done)
             else:
-                self._implicit(rows, done, delivery, message)
+                self._implicit(rows, done, delivery, message, recorder)
         finally:
             in_hand.reset(token)
         if self._kind is not None and done.results.count(None) < len(done.results):
@@ -222,7 +228,14 @@ class Attempts:
                 self._note_result(rows, done, i, misfits[i])
                 fresh = self._held - before
 
-    def _implicit(self, rows: Rows, done: Attempted, delivery: _RowDelivery, message: Message[Any]) -> None:
+    def _implicit(
+        self,
+        rows: Rows,
+        done: Attempted,
+        delivery: _RowDelivery,
+        message: Message[Any],
+        recorder: _Recorder,
+    ) -> None:
         decode, handler, encode = self._subscription.decode, self._subscription.handler, self._encode
         blob, results, held, headers = rows.blob, done.results, self._held, rows.headers
         given = rows.given
@@ -244,11 +257,13 @@ class Attempts:
                 value = handler(payload)
                 if value is not None:
                     results[i] = encode(value)
-                if not acks:
-                    self._note(rows, done, i, Returned())
+                if not acks or delivery.settled:  # the latter through current_message()
+                    self._note(rows, done, i, Returned(), recorder.taken(delivery))
+                    if i in done.failed and acks:
+                        results[i] = None
             except BaseException as error:
                 results[i] = None
-                self._note(rows, done, i, Raised(error))
+                self._note(rows, done, i, Raised(error, delivery.settled), recorder.taken(delivery))
 
     def _explicit(self, rows: Rows, done: Attempted) -> None:
         subscription = self._subscription

@@ -1,5 +1,6 @@
--- Make a dead letter of a message that waits for its group, wherever in the lane it is: buried | leased | settled | far.
--- A message under a valid lease is its holder's to settle. `done` reaches up to the message, hence the limit.
+-- Make a dead letter of a message that waits for its group, wherever in the lane it is: buried | leased | batch |
+-- settled | far. A message under a valid lease is its holder's to settle, and in a batch of a Spark query nobody else's.
+-- `done` reaches up to the message, hence the limit.
 create function bury(
     p_worker text, p_lane bigint, p_group int, p_seq bigint, p_message uuid, p_transaction text, p_created timestamptz,
     p_headers bytea, p_payload bytea, p_error text
@@ -23,7 +24,14 @@ begin
     v_at := p_seq - c.base;
     if c.lease_until > v_now and (p_seq = any (c.parked_out)
             or v_at >= 0 and v_at < length(c.answered) and get_bit(c.answered, v_at) = 0) then
-        return 'leased';
+        return case when in_batch(p_lane, p_group, c.lease) then 'batch' else 'leased' end;
+    end if;
+    if c.lease_until <= v_now and in_batch(p_lane, p_group, c.lease) then
+        -- Its query is gone. If it comes back, it finds this lane's part of its batch given up.
+        c.lease := null;
+        c.lease_until := null;
+        c.answered := b'';
+        c.parked_out := '{}';
     end if;
     select * into e from exception x where x.lane_id = p_lane and x.group_id = p_group and x.seq = p_seq;
     v_parked := found and e.parked;
@@ -44,6 +52,7 @@ begin
                 coalesce(e.attempts, 0), p_headers, p_payload, p_created);
     end if;
     update consumer c0 set done = c.done, odd = true, last_at = v_now, consumed = c0.consumed + 1,
+           lease = c.lease, lease_until = c.lease_until, answered = c.answered, parked_out = c.parked_out,
            next_due = (select min(x.due) from exception x where x.lane_id = p_lane and x.group_id = p_group)
      where c0.lane_id = p_lane and c0.group_id = p_group;
     insert into journal (at, kind, worker, lanes, groups, firsts, lasts, counts, attempts, error)

@@ -95,7 +95,8 @@ values ($1, $2, $3, case when $3 = 'new' then clock_timestamp() else $4::timesta
     on conflict (group_id, queue_id) do nothing
 
 -- name: lease_row
-select c.lane_id, c.group_id, c.lease, c.base, c.batch_end, c.answered, c.parked_out, c.lease_until > clock_timestamp() as valid
+select c.lane_id, c.group_id, c.lease, c.base, c.batch_end, c.answered, c.parked_out,
+       c.lease_until > clock_timestamp() and not in_batch(c.lane_id, c.group_id, c.lease) as valid
   from consumer c where c.lane_id = $1 and c.group_id = $2
 
 -- name: take_back
