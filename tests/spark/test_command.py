@@ -45,7 +45,8 @@ def test_what_is_wrong_is_told_before_spark_starts(tmp_path: Path) -> None:
         (["report", page, "--url", DSN, "--hours", "0"], "hours: must be above 0"),
         (["report", page, "--url", DSN, "--hours", "nan"], "hours: must be above 0"),
         (["redrive", "--url", DSN, "--rate", "inf"], "rate: must be messages a second"),
-        (["redrive", "--url", DSN, "--to", ""], "to: must name a queue"),
+        (["redrive", "--url", DSN, "--to", ""], "to: must be text of 1..255 characters"),
+        (["redrive", "--url", DSN, "--to", "x" * 300], "to: must be text of 1..255 characters"),
         (["run", "a:b", "--url", "http://x", "--queue", "q", "--group", "g"], "url: must be the queue's"),
     ):  # fmt: skip
         code, output = told(*arguments)
@@ -76,8 +77,9 @@ def test_times_are_converted_to_utc() -> None:
     assert utc("2026-11-18T04:30:00Z") == "2026-11-18T04:30:00+00:00"
     assert utc("2026-11-18 04:30") == "2026-11-18T04:30:00+00:00"
     assert utc("2026-11-18") == "2026-11-18T00:00:00+00:00"
-    code, output = told("redrive", "--url", DSN, "--since", "yesterday")
-    assert (code, "--since: must be a time like" in output) == (2, True)
+    for text in ("yesterday", "9999-12-31T23:59-05:00", "0001-01-01T00:00+05:00"):
+        code, output = told("redrive", "--url", DSN, "--since", text)
+        assert (code, "--since: must be a time like" in output) == (2, True)
 
 
 def test_a_checkpoint_with_a_scheme_is_sparks_and_a_name_is_one_folder(

@@ -219,3 +219,34 @@ def test_a_subscribers_policy_is_its_policy_on_spark_too(spark: SparkSession, sh
             df.transform(attempt(fail, **{name: value}))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="on_error must be one of"):
         df.transform(attempt(fail, on_error="explode"))  # type: ignore[arg-type]
+
+
+def test_names_that_cannot_be_and_queues_that_are_not_there_are_told(spark: SparkSession, shop: Shop) -> None:
+    for group in ("x" * 300, "a\0b"):
+        with pytest.raises(BadRequest, match=r"option group: must be text of 1..255 characters without NUL"):
+            read_queue(spark, shop.queue(), group, url=shop.dsn)
+    with pytest.raises(Exception, match="queue not found: nosuch"):
+        spark.read.format("settled").options(url=shop.dsn, queue="nosuch").load().count()
+    assert spark.read.format("settled").options(url=shop.dsn, queue=shop.queue()).load().count() == 0
+
+
+def test_a_payload_that_does_not_fit_its_spark_schema_is_invalid(spark: SparkSession, shop: Shop) -> None:
+    queue = shop.queue()
+    fitting = [b'{"id":1}', b' {"id":2,"who":{"name":"ann","age":null},"more":[1]} ', b'{"id":3,"who":null}']
+    wrong = [
+        b'{"id":1}{"id":2}', b'{"id":3} trash', b'{"id":4},{"id":5}', b'{"amount":1}', b'{"id":"six"}',
+        b"{'id':8}", b'{"id":9,"amount":NaN}', b'{"id":10,"who":{"age":3}}', b"[]", b"7", b"null", b"", b"{",
+    ]  # fmt: skip
+    shop.push(queue, [*fitting, *wrong], lanes=1)
+    schema = "id bigint not null, amount double, who struct<name: string not null, age: int>"
+    df = read_queue(spark, queue, "g", url=shop.dsn, payload=schema, streaming=False)
+    rows = {bytes(row.data): row for row in df.collect()}
+    assert [rows[one].outcome for one in fitting] == ["ack"] * 3
+    assert [rows[one].payload.id for one in fitting] == [1, 2, 3]
+    assert rows[fitting[1]].payload.who.asDict() == {"name": "ann", "age": None}
+    assert {one: rows[one].outcome for one in wrong} == dict.fromkeys(wrong, "invalid")
+    assert {rows[one].payload for one in wrong} == {None}
+    unfit = "the payload does not fit the schema"
+    assert rows[b'{"amount":1}'].error == f"{unfit}: id is null"
+    assert rows[b'{"id":10,"who":{"age":3}}'].error == f"{unfit}: who.name is null"
+    assert rows[b"{"].error == unfit

@@ -13,18 +13,19 @@ from typing import Any
 import msgspec
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 from typer.testing import CliRunner
 
 import settled.spark
 from settled import Reject
 from settled.queue.errors import BadRequest
-from settled.spark import attempt, read_queue, settle_batch
+from settled.spark import attempt, read_queue, settle_batch, settle_each, to_parquet
 from settled.spark.command import app
 from settled.spark.jobs.report import write_report
 from tests.nats.conftest import until
 from tests.nats.servers import Server, server
 from tests.router.conftest import config, dead_letters, is_settled, router_on
-from tests.spark.conftest import Run
+from tests.spark.conftest import Run, finished
 from tests.spark.stall import Stall
 from tests.spark.test_crashes import charge, driver
 
@@ -243,3 +244,43 @@ def test_the_command_line_names_what_does_not_go_together(stall: Stall) -> None:
     ):
         result = CliRunner().invoke(app, ["run", "shop:charge", *wrong])
         assert (result.exit_code, text in result.output) == (2, True), result.output
+
+
+def test_a_message_may_have_several_results_and_one_that_has_no_subject_is_a_dead_letter(
+    spark: SparkSession, stall: Stall, run: Run, tmp_path: Path
+) -> None:
+    stream, target = stall.stream(), stall.stream()
+    stall.put(stream, [{"id": i, "items": [1, 2, 3]} for i in range(4)])
+    schema = "id bigint, items array<bigint>"
+    rows = read_queue(spark, url=stall.url, stream=stream, consumer="b", payload=schema)
+    rows = rows.withColumn("result", F.explode("payload.items"))
+    for _ in range(2):
+        run(rows, to=f"{target}.out")
+    totals = stall.totals(stream, "b")
+    assert (totals["acked"], totals["pushed"]) == (4, 12)
+    assert sorted(m.data for m in stall.all(target)) == sorted([b"1", b"2", b"3"] * 4)
+
+    parts = ["k", "eu.k", "a b", "", "a..b", "*", "x\r\ny", "k\n", None]
+    stall.put(stream, [{"part": part} for part in parts], "new")
+    rows = read_queue(spark, url=stall.url, stream=stream, consumer="c", payload="part string")
+    rows = (
+        rows.where("sequence > 4")
+        .withColumn("result", F.lit(1))
+        .withColumn("to_partition", F.col("payload.part"))
+    )
+    run(rows, to=f"{target}.parts", where=str(tmp_path / "parts"))
+    subjects = {m.subject for m in stall.all(target)} - {f"{target}.out"}
+    assert subjects == {f"{target}.parts{rest}" for rest in ("", ".k", ".eu.k")}
+    errors = [one.headers["settled-error"] for one in stall.letters(stream, "c")]
+    assert len(errors) == 6
+    assert "to_partition: must be tokens of a subject, without blanks, '*' and '>', got a b" in errors
+
+
+def test_a_stream_is_written_to_a_table(spark: SparkSession, stall: Stall, run: Run, tmp_path: Path) -> None:
+    stream = stall.stream()
+    stall.put(stream, [{"id": i} for i in range(6)])
+    rows = read_queue(spark, url=stall.url, stream=stream, consumer="t").transform(attempt(check))
+    writer = settle_each(rows, to_parquet(str(tmp_path / "table")))
+    finished(writer.option("checkpointLocation", str(tmp_path / "checkpoint")))
+    found = spark.read.parquet(str(tmp_path / "table"))
+    assert sorted(row.result for row in found.collect()) == [f'{{"invoice":{i}}}' for i in (0, 1, 2, 5)]

@@ -165,6 +165,24 @@ def test_a_report_counts_each_outstanding_message_once_and_only_successes_as_suc
     assert write_report(spark, tmp_path / "files", tmp_path / "files.html", queue=queue)["lag"]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "delta"])
+def test_messages_of_any_queue_are_exported_and_never_of_two_databases_into_one_folder(
+    spark: SparkSession, shop: Shop, tmp_path: Path, kind: str
+) -> None:
+    for name in ("my orders", "заказы-на-доставку-по-москве-и-московской-области", "a/b%20"):
+        shop.push(f"{kind} {name}", [{"id": i} for i in range(3)])
+        folder = tmp_path / str(len(name))
+        for more in (3, 0):
+            done = export(spark, shop.dsn, folder, queue=f"{kind} {name}", messages=True, kind=kind)
+            assert done.rows["messages"] == more
+        [part] = (folder / "messages").iterdir()
+        assert len(list(part.rglob("*.parquet"))) >= 1
+    state = folder / "_export.json"
+    state.write_bytes(msgspec.json.encode(msgspec.json.decode(state.read_bytes()) | {"database": "another"}))
+    with pytest.raises(Conflict, match="holds an export of another database"):
+        export(spark, shop.dsn, folder, queue=f"{kind} {name}", messages=True, kind=kind)
+
+
 def test_what_was_settled_behind_a_released_message_does_not_wait(spark: SparkSession, shop: Shop) -> None:
     queue = shop.queue(retry="parked")
     shop.push(queue, [{"id": i} for i in range(10)], lanes=1)

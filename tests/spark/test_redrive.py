@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from settled.queue.errors import Conflict, NotFound
+from settled.queue.errors import BadRequest, Conflict, NotFound
 from settled.queue.types import AckItem, PopRequest
 from settled.spark.command import app
 from settled.spark.jobs.redrive import Choice, redrive
@@ -99,6 +99,8 @@ def test_a_queue_that_is_not_there_is_named(shop: Shop) -> None:
     assert (result.exit_code, result.output) == (1, "settled: queue not found: nosuch\n")
     with pytest.raises(NotFound, match="group not found: nosuch"):
         redrive(shop.dsn, Choice(group="nosuch"), dry_run=True)
+    with pytest.raises(BadRequest, match=r"error: must be a pattern: .* not balanced, got '\('"):
+        redrive(shop.dsn, Choice(error="("), dry_run=True)
 
 
 def test_letters_of_a_group_that_was_deleted_are_redriven(shop: Shop) -> None:

@@ -10,6 +10,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 from settled import Reject
+from settled.queue.errors import BadRequest
 from settled.spark import attempt, read_queue, settle_each, to_delta, to_iceberg, to_parquet
 from tests.spark.conftest import Shop, finished
 
@@ -68,3 +69,8 @@ def test_a_repeated_batch_replaces_what_it_wrote_to_parquet_delta_and_iceberg(
     shop.push(queue, [{"id": 4}], lanes=1)
     run()
     assert tables() == [[(0, 1), (1, 1), (3, 1), (4, 2)]] * 3
+
+
+def test_a_table_without_a_namespace_is_refused_where_it_is_named() -> None:
+    with pytest.raises(BadRequest, match="name: must be a table in a namespace, like shop.invoices"):
+        to_iceberg("invoices")

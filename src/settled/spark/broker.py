@@ -73,6 +73,10 @@ class Broker(Protocol):
         """The hold that the options ask for, not yet taken."""
         ...
 
+    def source(self) -> str:
+        """Whose batches are numbered, as its readers say."""
+        ...
+
     def look(self) -> Sequence[InputPartition]:
         """All there is now, as tasks, for who only looks."""
         ...

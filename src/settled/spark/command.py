@@ -241,10 +241,10 @@ def _moment(name: str, text: str | None) -> datetime | None:
         return None
     try:
         at = datetime.fromisoformat(text)
-    except ValueError:
+        return at.astimezone(UTC) if at.tzinfo else at.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
         typer.echo(f"settled: {name}: must be a time like 2026-01-31T12:00+01:00, got {text!r}", err=True)
         raise typer.Exit(2) from None
-    return at.astimezone(UTC) if at.tzinfo else at.replace(tzinfo=UTC)
 
 
 def _checked(check: Callable[[Any], None]) -> None:

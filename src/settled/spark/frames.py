@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 from weakref import WeakKeyDictionary
 
 from pyspark.errors import ParseException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, BinaryType, DataType, StringType, StructField, StructType
 
 from settled.handlers.layers import subscribed_policy
 from settled.policy import Policy, PolicyOptions
@@ -205,17 +205,39 @@ def _payload_type(payload: Any) -> Any:
     return kind
 
 
-def _from_json(kind: Any) -> Callable[[Column, Column], Column]:
-    corrupt = StructType([*kind.fields, StructField("_corrupt", StringType())])
+def _from_json(kind: StructType) -> Callable[[Column, Column], Column]:
+    # In a list, or Spark would not mind what comes behind the first value.
+    wrapped = StructType([StructField("in", ArrayType(kind)), StructField("_corrupt", StringType())])
+    options = {
+        "columnNameOfCorruptRecord": "_corrupt",
+        "allowSingleQuotes": "false",
+        "allowNonNumericNumbers": "false",
+    }
 
     def parse(data: Column, headers: Column) -> Column:
-        value = F.from_json(data.cast("string"), corrupt, {"columnNameOfCorruptRecord": "_corrupt"})
-        error = F.when(
-            value.isNull() | value["_corrupt"].isNotNull(), F.lit("the payload does not fit the schema")
-        )
-        return F.struct(value.dropFields("_corrupt").alias("value"), error.alias("error"))
+        text = F.concat(F.lit('{"in":['), data.cast("string"), F.lit("]}"))
+        found = F.from_json(text, wrapped, options)
+        value = F.try_element_at(found["in"], F.lit(1))
+        wrong = F.coalesce(found["_corrupt"].isNotNull() | (F.size(found["in"]) != 1), F.lit(True))
+        unfit = "the payload does not fit the schema"
+        error = F.when(wrong | value.isNull(), F.lit(unfit))
+        for name, missing in _missing(value, kind):
+            error = error.when(missing, F.lit(f"{unfit}: {name} is null"))
+        fits = F.when(error.isNull(), value)
+        return F.struct(fits.alias("value"), error.alias("error"))
 
     return parse
+
+
+def _missing(value: Column, kind: StructType, before: str = "") -> Iterator[tuple[str, Column]]:
+    """Of each field that must not be null whether it is; those of a struct that is null itself are not."""
+    for field in kind.fields:
+        inner, name = value.getField(field.name), f"{before}{field.name}"
+        if not field.nullable:
+            yield name, inner.isNull()
+        if isinstance(field.dataType, StructType):
+            for path, missing in _missing(inner, field.dataType, f"{name}."):
+                yield path, inner.isNotNull() & missing
 
 
 def _job(handler: Callable[..., Any], origin: Origin, result: Any, policy: Policy) -> Job:

@@ -11,6 +11,7 @@ from datetime import datetime
 import msgspec
 
 from settled.queue.errors import BadRequest
+from settled.queue.lanes import check_name
 
 NOBODY = "00000000-0000-0000-0000-000000000001"
 
@@ -67,6 +68,9 @@ class Options:
             _nats_only(own)
         if not own.get("queue"):
             raise BadRequest("option queue", own.get("queue"), "name the queue")
+        for name in ("queue", "group"):
+            if own.get(name):
+                check_name(f"option {name}", own[name])
         limit = own.get("maxrows", "500000")
         return cls(
             url=url,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pyspark.sql.datasource import InputPartition
 
 from settled.queue import manifest
+from settled.queue.errors import NotFound
 from settled.queue.manifest import Link, Range, Settled, log_ranges
 from settled.spark import rows, sink
 from settled.spark.fused import as_rows
@@ -104,10 +105,17 @@ class Postgres:
     def reader(self) -> Reader:
         return Reader(self._settings)
 
+    def source(self) -> str:
+        settings = self._settings
+        with Link(settings.url) as link:
+            return str(link.rows("source", queue=settings.queue, group=settings.group)[0]["source"])
+
     def look(self) -> list[Task]:
         settings = self._settings
         with Link(settings.url) as link:
             ranges = log_ranges(link, settings.queue)
+            if not ranges and not link.rows("known", queue=settings.queue):
+                raise NotFound("queue", settings.queue)
         if settings.window:
             ranges = within(ranges, settings.window)
         return spread(ranges, settings, 0)

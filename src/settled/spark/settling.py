@@ -52,7 +52,7 @@ def settling(df: DataFrame, to: str | None) -> DataFrame:
     chosen = "to_partition" in df.columns
     partition = F.coalesce(F.col("to_partition").cast("string"), own) if chosen else own
     rows = df.withColumns({"to_partition": partition, "push": _json(df, "result")})
-    unfit = _unfit("to_partition") if chosen and not is_nats(origin.url) else None
+    unfit = (_unfit_subject if is_nats(origin.url) else _unfit)("to_partition") if chosen else None
     rows = _outcomes(rows, unfit, "to_partition", "push")
     return rows.where((F.col("outcome") != ACK) | F.col("push").isNotNull())
 
@@ -73,6 +73,14 @@ def _unfit(name: str) -> Column:
     value = F.col(name)
     wrong = ~F.length(value).between(1, NAME_LIMIT) | value.contains("\0")
     text = F.lit(f"{name}: must be text of 1..{NAME_LIMIT} characters without NUL, got ")
+    return F.when(F.col("push").isNotNull() & wrong, F.concat(text, F.substring(value, 1, 100)))
+
+
+def _unfit_subject(name: str) -> Column:
+    """Why a row cannot be published under its part of a subject, if so."""
+    value, token = F.col(name), r"[^\s\p{Cntrl}.*>]+"
+    text = F.lit(f"{name}: must be tokens of a subject, without blanks, '*' and '>', got ")
+    wrong = ~value.rlike(rf"^{token}(\.{token})*\z")
     return F.when(F.col("push").isNotNull() & wrong, F.concat(text, F.substring(value, 1, 100)))
 
 

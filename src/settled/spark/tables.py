@@ -9,8 +9,10 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
-from settled.queue.manifest import Link
+from settled.queue.errors import BadRequest
 from settled.spark.attempts import ACK
+from settled.spark.broker import broker_of
+from settled.spark.options import Options
 from settled.spark.origin import Origin
 
 if TYPE_CHECKING:
@@ -81,6 +83,8 @@ def to_iceberg(name: str, choose: Choose = results, catalog: str = "default", **
     `properties` are pyiceberg's for the catalog, else its configuration file tells. The batch's number is
     kept as a property of the table, changed in the transaction that appends.
     """
+    if not name.strip(".").count("."):
+        raise BadRequest("name", name, "must be a table in a namespace, like shop.invoices")
 
     def write(rows: DataFrame, number: int) -> None:
         from pyiceberg.catalog import load_catalog
@@ -104,9 +108,7 @@ def to_iceberg(name: str, choose: Choose = results, catalog: str = "default", **
 
 def _source(rows: DataFrame) -> str:
     """Whose batches are numbered: a queue that is made anew begins at 1 again, and is another source."""
-    origin = Origin.of(rows)
-    with Link(origin.url) as link:
-        return str(link.rows("source", queue=origin.queue, group=origin.group)[0]["source"])
+    return broker_of(Options.parse(Origin.of(rows).options())).source()
 
 
 def _rows_of(source: str, number: int) -> str:

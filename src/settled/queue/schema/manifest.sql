@@ -104,3 +104,6 @@ select backlog(q.id) as size, (q.options ->> 'maxSize')::bigint as max_size
 
 -- name: encrypted
 select name from queue where name = any (%(queues)s) and (options ->> 'encryptionEnabled')::boolean
+
+-- name: known
+select from queue where name = %(queue)s

@@ -35,6 +35,9 @@ class JetStream:
     def reader(self) -> Reader:
         return Reader(self._settings)
 
+    def source(self) -> str:
+        return Reader(self._settings, link_to(self._settings.url)).source()
+
     def look(self) -> list[Task]:
         settings = self._settings
         subjects = (settings.subject,) if settings.subject else ()

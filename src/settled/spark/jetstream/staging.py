@@ -82,6 +82,8 @@ class Staging:
         self._pushes: list[Outgoing] = []
         self._pushed = 0
         self._known: set[str] | None = None
+        # How many results of a message there were: each has an id of its own.
+        self._results: dict[int, int] = {}
         self._books: Books | None = None
         self._limit = 0
 
@@ -108,7 +110,7 @@ class Staging:
     def push(self, seq: int, partition: str | None, payload: bytes) -> None:
         """A result for the next subject."""
         if self._held:
-            self._outcomes.append(Outcome(seq, RELEASE, None, None))  # it is attempted again, in its turn
+            self._once(Outcome(seq, RELEASE, None, None))  # it is attempted again, in its turn
             return
         settings = self._settings
         subject = f"{settings.to}.{partition}" if partition else settings.to
@@ -117,15 +119,23 @@ class Staging:
             self._books = msgspec.json.decode(value.data, type=Books)
             self._limit = self._link.run(_max_payload)
         identity = f"settled:{self._books.name}.{settings.queue}.{settings.group}.{self._batch}.{seq}"
+        number = self._results[seq] = self._results.get(seq, 0) + 1
+        if number > 1:
+            identity = f"{identity}.{number}"
         result = Outgoing(subject, payload, {MSG_ID: identity})
         if result.size > self._limit:
             error = f"the result has {result.size} bytes, the NATS server takes {self._limit} (max_payload)"
-            self._outcomes.append(Outcome(seq, DEAD, None, error))
+            self._once(Outcome(seq, DEAD, None, error))
             return
         self._pushed += 1
         self._pushes.append(result)
         if len(self._pushes) >= _AT_ONCE:
             self._send()
+
+    def _once(self, outcome: Outcome) -> None:
+        """An outcome of a message that may have several results."""
+        if not self._outcomes or self._outcomes[-1].sequence != outcome.sequence:
+            self._outcomes.append(outcome)
 
     def _send(self) -> None:
         if self._known is None:

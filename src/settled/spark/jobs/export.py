@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 STATE = "_export.json"
 TABLES = ("settlements", "dead_letters", "waits")
 SNAPSHOTS = ("lag", "failing")
+_LONGEST_NAME = 200
 _UTC = pa.timestamp("us", "UTC")
 SCHEMAS = {
     "settlements": pa.schema(
@@ -149,6 +151,8 @@ class State(msgspec.Struct):
     """Where each lane's messages go on, by the lane's id."""
     plan: Plan | None = None
     """The run that is under way, or was when it was interrupted."""
+    database: str = ""
+    """Which one it is of: lanes have other numbers in another."""
 
     def save(self, folder: Path) -> None:
         """Write it down, whole or not at all."""
@@ -171,6 +175,10 @@ def export(
     state = _state(folder, queue, kind)
     number, counts = state.run + 1, {}
     with Link(url) as link:
+        database = query(link, "database")[0]["database"]
+        if state.database not in ("", database):
+            raise Conflict(f"{folder} holds an export of another database: go on elsewhere")
+        state.database = database
         # One that was exported before may be gone; what is left of it is exported all the same.
         if queue is not None and number == 1 and not query(link, "known_queue", queue=queue)[0]["known"]:
             raise NotFound("queue", queue)
@@ -247,9 +255,23 @@ def _messages(
         window = {lane: fresh[str(lane)] for lane in row["lanes"]}
         options = {"url": url, "queue": row["queue"], "window": msgspec.json.encode(window).decode()}
         df = spark.read.format("settled").options(**options).load().withColumnRenamed("created_at", "at")
-        where = folder / "messages" / f"queue_name={quote(row['queue'], safe='')}"
+        where = folder / "messages" / f"queue_name={_folder_name(row['queue'], state.format)}"
         total += _write(df.drop("batch", "attempt"), where, number, state.format)
     return total
+
+
+def _folder_name(queue: str, kind: str) -> str:
+    """A queue's name as that of a folder, which has room for 255 bytes.
+
+    >>> _folder_name("my orders", "parquet"), _folder_name("my orders", "delta")
+    ('my%20orders', 'my~20orders')
+    """
+    name = quote(queue, safe="").replace("~", "%7E")
+    if len(name) > _LONGEST_NAME:
+        short = re.sub("%.?$", "", name[:150])
+        name = f"{short}~{hashlib.sha256(queue.encode()).hexdigest()[:16]}"
+    # Spark knows %20 for a blank. Delta's library takes it for one too, and then does not find the folder.
+    return name.replace("%", "~") if kind == "delta" else name
 
 
 def exported(spark: SparkSession, folder: Path, name: str) -> DataFrame:

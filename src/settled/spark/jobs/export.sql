@@ -2,6 +2,9 @@
 select least(clock_timestamp(), coalesce(min(a.xact_start), clock_timestamp())) as at
   from pg_stat_activity a where a.pid <> pg_backend_pid() and a.backend_xid is not null
 
+-- name: database
+select min(at)::text as database from migration
+
 -- name: settlements
 select j.at, j.kind, j.worker, q.name as queue, l.name as partition, g.name as consumer_group, u.lane as lane_id, u.first as first_sequence,
        u.last as last_sequence, u.n as messages, u.took as seconds, j.attempts, j.error
@@ -54,6 +57,9 @@ select exists (select from queue where name = %(queue)s) as known, clock_timesta
 -- name: known_group
 select exists (select from consumer_group where name = %(group)s)
        or exists (select from dead_letter where consumer_group = %(group)s) as known
+
+-- name: pattern
+select '' ~ %(error)s as fits
 
 -- name: redrivable
 select d.id, d.queue, d.partition, d.headers, d.payload, d.failed_at from dead_letter d

@@ -12,9 +12,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from psycopg import errors
 
 from settled.queue import sealing, segment
 from settled.queue.errors import BadRequest, Conflict, NotFound, QueueFull
+from settled.queue.lanes import check_name
 from settled.queue.manifest import WORKER, Link
 from settled.queue.options import QueueOptions
 from settled.spark.jobs.checks import check_rate
@@ -64,6 +66,14 @@ class _Letter:
         return cls(row["id"], row["queue"], row["partition"], own, payload, sealed)
 
 
+def _check_pattern(link: Link, pattern: str) -> None:
+    try:
+        query(link, "pattern", error=pattern)
+    except errors.InvalidRegularExpression as error:
+        why = error.diag.message_primary or "invalid regular expression"
+        raise BadRequest("error", pattern, f"must be a pattern: {why}") from error
+
+
 def redrive(
     url: str,
     choice: Choice,
@@ -83,14 +93,16 @@ def redrive(
     run. Where the target's maxSize leaves no room it ends with Conflict; what fitted was sent.
     """
     check_rate(rate)
-    if to == "":
-        raise BadRequest("to", to, "must name a queue; without it each letter goes to its own")
+    if to is not None:
+        check_name("to", to)
     with Link(url) as link:
         [facts] = query(link, "known_queue", queue=choice.queue)
         if choice.queue is not None and not facts["known"]:
             raise NotFound("queue", choice.queue)
         if choice.group is not None and not query(link, "known_group", group=choice.group)[0]["known"]:
             raise NotFound("group", choice.group)
+        if choice.error is not None:
+            _check_pattern(link, choice.error)
         chosen = {
             "queue": choice.queue,
             "group": choice.group,
