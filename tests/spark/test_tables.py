@@ -72,5 +72,5 @@ def test_a_repeated_batch_replaces_what_it_wrote_to_parquet_delta_and_iceberg(
 
 
 def test_a_table_without_a_namespace_is_refused_where_it_is_named() -> None:
-    with pytest.raises(BadRequest, match="name: must be a table in a namespace, like shop.invoices"):
+    with pytest.raises(BadRequest, match=r"name: must be a table in a namespace, like shop.invoices"):
         to_iceberg("invoices")
