@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
@@ -215,7 +216,8 @@ class Runner:
                 await self._transport.prepare(crew.subscription.source)
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._set_stop)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended
+            self._loop.call_soon_threadsafe(self._set_stop)
 
     def _set_stop(self) -> None:
         if self._stop is not None:

@@ -183,6 +183,16 @@ def test_a_handler_that_outlives_the_grace_has_its_message_released(
     leave.set()
 
 
+def test_stop_does_nothing_when_the_app_has_ended(app: App) -> None:
+    @app.subscriber("orders")
+    def handle(order: dict[str, int]) -> None:
+        app.stop()
+
+    app.publish("orders", {"id": 1})
+    app.run()
+    app.stop()
+
+
 def test_stop_may_be_called_from_a_handler(app: App) -> None:
     @app.subscriber("orders")
     def handle(order: Order) -> None:

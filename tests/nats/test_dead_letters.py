@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy
 
-from settled import Invalid, Message, Reject
+from settled import App, Invalid, Message, Reject
 from settled.transports.nats import DeadLetters
 from tests.nats.conftest import Desk, running, until
 
@@ -361,3 +361,21 @@ def test_a_message_that_fills_the_server_by_itself_is_not_lost_and_costs_nobody_
         assert "lost the connection" not in caplog.text
 
     on_desk(test, retention=retention)
+
+
+def test_create_makes_a_stream_for_the_dead_letters_too(on_desk: OnDesk) -> None:
+    async def test(desk: Desk) -> None:
+        app, to = App(f"{desk.url}?create=true"), f"{desk.stream}-letters"
+
+        @app.subscriber(desk.subject(), group="worker", dead_letter=to)
+        async def handle(order: Order) -> None:
+            raise Reject("no such customer")
+
+        async def there() -> bool:
+            return bool(await desk.all_of(to, to))
+
+        await desk.put(b'{"id": 7}')
+        async with running(app):
+            await until(there)
+
+    on_desk(test)

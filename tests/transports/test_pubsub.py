@@ -398,3 +398,19 @@ def test_a_message_it_will_never_take_is_a_dead_letter_of_the_bridge_that_carrie
     totals, errors = carry(url_of(broker.server), broker.queue, b"1", long, b"2")
     assert (totals.written, totals.rejected) == (2, 1)
     assert "attribute h is too long" in errors[0]
+
+
+def test_a_group_that_is_another_topics_is_refused_at_the_start(server: Server) -> None:
+    async def main() -> None:
+        transport = PubSubTransport(url_of(server))
+        orders, refunds = "other-orders", "other-refunds"
+        try:
+            await transport.prepare(Source(channel=orders, group=f"{orders}-billing"))
+            await transport.prepare(Source(channel=orders, group=f"{orders}-billing"))
+            wanted = f"'{refunds}': subscription '{orders}-billing' is one of topic '{orders}'"
+            with pytest.raises(ConfigurationError, match=wanted):
+                await transport.prepare(Source(channel=refunds, group=f"{orders}-billing"))
+        finally:
+            await transport.close()
+
+    asyncio.run(main())

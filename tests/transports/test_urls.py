@@ -42,7 +42,7 @@ from settled.transports.urls import in_one_line
         ("nats://h?tls_ca=/none", "option tls_ca='/none': No such file"),
         ("nats://h?credentials=/none", "option credentials='/none': No such file"),
         ("http://h:abc", "the port must be a number up to 65535, got 'http://h:abc'"),
-        ("http://h?bogus=1", "http: write http://host:6632, without options, got 'http://h'"),
+        ("http://h?bogus=1", "http: the URL has no options, got 'bogus'"),
         (
             "postgresql://ann:s3cret@one,h:abc/x",
             "port must be a number up to 65535, got 'postgresql://h:abc'",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import parse_qsl
 
 from settled.transports.urls import split
@@ -43,6 +44,8 @@ def same_broker(one: str, other: str) -> bool:
     True
     >>> same_broker("kafka://one,two:9092", "kafka://two")
     True
+    >>> same_broker("nats://localhost", "nats://127.0.0.1:4222")
+    True
     >>> same_broker("redis://host/1", "redis://host/2"), same_broker("amqp://host?exchange=a", "amqp://host")
     (False, False)
     """
@@ -65,5 +68,6 @@ def _parts(url: str) -> tuple[str, str, str, dict[str, str], set[str]]:
 
 
 def _server(host: str, scheme: str) -> str:
+    host = re.sub(r"^(localhost|\[::1\])(?=$|:)", "127.0.0.1", host)
     has_port = ":" in host.rpartition("]")[2]
     return host if has_port or scheme not in _PORTS else f"{host}:{_PORTS[scheme]}"

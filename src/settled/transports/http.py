@@ -110,10 +110,11 @@ class HttpTransport(QueueTransport):
         super().__init__()
         parts = split(url)
         port_of(parts)
-        if not parts.hostname or parts.query:
-            raise ConfigurationError(
-                f"{parts.scheme}: write {parts.scheme}://host:6632, without options, got {masked(url)!r}"
-            )
+        if not parts.hostname:
+            raise ConfigurationError(f"{parts.scheme}: write {parts.scheme}://host:6632, got {masked(url)!r}")
+        if parts.query:
+            name = parts.query.partition("=")[0]
+            raise ConfigurationError(f"{parts.scheme}: the URL has no options, got {name!r}")
         self._url = url
         self._resilience = resilience or Resilience()
 

@@ -12,7 +12,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from psycopg import errors
 
 from settled.queue import sealing, segment
 from settled.queue.errors import BadRequest, Conflict, NotFound, QueueFull
@@ -67,6 +66,8 @@ class _Letter:
 
 
 def _check_pattern(link: Link, pattern: str) -> None:
+    from psycopg import errors
+
     try:
         query(link, "pattern", error=pattern)
     except errors.InvalidRegularExpression as error:

@@ -55,6 +55,13 @@ class Refused(PublishFailed):
     """No stream ever will: NATS has no way to write it."""
 
 
+class TooLarge(Refused, nats.errors.MaxPayloadError):
+    """It is more than the server takes."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def wire_size(data: bytes, headers: Mapping[str, str]) -> int:
     """What the server holds against its max_payload: headers count too.
 
@@ -267,7 +274,7 @@ class Connection:
         size, most = wire_size(data, headers), self.sending.max_payload
         if size > most:
             # The client counts the body alone, and the server would end the connection, for all.
-            raise Refused(
+            raise TooLarge(
                 f"publish: subject {subject!r}: a message must be {most} bytes at most (max_payload), got "
                 f"{size} with its headers"
             )

@@ -14,7 +14,7 @@ from settled.settlement import Reason, Reject, one_line
 from settled.signals import ConfigurationError
 from settled.transports.base import Source
 from settled.transports.letters import destination, too_large
-from settled.transports.nats.connection import Connection, Refused, logger
+from settled.transports.nats.connection import Connection, TooLarge, logger
 from settled.transports.nats.delivery import MSG_ID, NatsDelivery
 from settled.transports.nats.sources import Consumer
 
@@ -187,7 +187,7 @@ class Office:
         """
         try:
             return await self._write(letter, source)
-        except Refused:
+        except TooLarge:
             if not await self._stays(letter.stream):
                 raise
             return await self._write(letter.without_body(), source)

@@ -148,6 +148,8 @@ class NatsTransport:
             )
         self._consumers.append((source, consumer))
         _warn(consumer, source)
+        for letters in {source.dead_letter, source.invalid} - {None} if self._creates else ():
+            await self._stream_of(str(letters))
         await self.office.prepare(consumer, source)
         coroner = Coroner(self.connection, self.office, consumer, source)
         await coroner.start()

@@ -150,6 +150,12 @@ class PubSubTransport(LoopTransport[_Clients]):
         found = self._found.get(name)
         if found is None:
             found = self._found[name] = await self._look_up(source)
+        topic = found.topic.rpartition("/")[2]
+        if source.group is not None and topic not in ("", source.channel):
+            raise ConfigurationError(
+                f"subscriber {source.channel!r}: subscription {name!r} is one of topic {topic!r}; subscribe "
+                "to that, or name another group: a project has one subscription of a name"
+            )
         return found
 
     async def prepare(self, source: Source) -> None:
