@@ -54,6 +54,27 @@ def test_what_is_wrong_is_told_before_spark_starts(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_handler_that_spark_cannot_run_is_told_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (
+        "async def later(order: dict) -> None: ...",
+        "def bare(order): ...",
+        "def good(order: dict): ...",
+    )
+    source = "\n".join(lines)
+    (tmp_path / "odd_shop.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    for name, text in (
+        ("later", "Spark runs plain functions; write def, not async def"),
+        ("bare", "parameter 'order' has no annotation"),
+        ("good", "to: is the queue that is read: a message would go round for ever, got 'q'"),
+    ):
+        options = ["--url", DSN, "--queue", "q", "--group", "g", "--to", "q"]
+        code, output = told("run", f"odd_shop:{name}", *options)
+        assert (code, text in output, output.count("\n")) == (1, True, 1), output
+
+
 def test_a_handlers_module_that_fails_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

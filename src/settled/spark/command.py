@@ -61,6 +61,7 @@ def run_command(
     told = threading.Event()
     _listen(told)
     function = _load(handler)
+    _checked(lambda checks: checks.check_run(function, url, queue, group, to))
     spark = None
     try:
         if not told.is_set():

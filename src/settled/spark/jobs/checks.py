@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from settled.policy import Policy
 from settled.queue.errors import BadRequest
 from settled.spark.options import is_nats
 
@@ -19,6 +22,16 @@ def check_url(url: str, *, nats: bool) -> None:
         or_nats = ", or a NATS server, nats://…" if nats else ""
         hint = "must be the queue's database, postgresql://…, which `settled serve` prints"
         raise BadRequest("url", url, f"{hint}{or_nats}")
+
+
+def check_run(handler: Callable[..., Any], url: str, queue: str, group: str, to: str | None) -> None:
+    """Refuse what is no handler for Spark, and results that would go round for ever."""
+    from settled.spark.attempts import Job
+    from settled.spark.shipping import names_of
+
+    Job(handler, Policy(), names_of(handler), queue, group, in_order=False).subscription()
+    if to == queue and not is_nats(url):
+        raise BadRequest("to", to, "is the queue that is read: a message would go round for ever")
 
 
 def check_format(kind: str) -> None:
