@@ -107,6 +107,12 @@ def is_nats(url: str) -> bool:
     return url.startswith(("nats://", "tls://"))
 
 
+def check_target(to: str, queue: str) -> None:
+    """Refuse results that cannot go to a queue, or would go round for ever."""
+    if check_name("to", to) == queue:
+        raise BadRequest("to", to, "is the queue that is read: a message would go round for ever")
+
+
 def _nats_only(own: Mapping[str, str]) -> None:
     wrong = [name for name in ("stream", "consumer", *_NATS) if own.get(name.lower())]
     if wrong:

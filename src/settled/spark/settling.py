@@ -7,11 +7,11 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import BinaryType, StringType, StructType
 
 from settled.queue.errors import BadRequest, Conflict
-from settled.queue.lanes import NAME_LIMIT, check_name
+from settled.queue.lanes import NAME_LIMIT
 from settled.settlement import LONGEST_DELAY
 from settled.signals import ConfigurationError
 from settled.spark.attempts import ACK, DEAD, INVALID
-from settled.spark.options import Options, is_nats
+from settled.spark.options import Options, check_target, is_nats
 from settled.spark.origin import Origin
 
 
@@ -61,11 +61,11 @@ def _check_target(to: str, origin: Origin) -> None:
     if not to:
         raise BadRequest("to", to, "must name the queue, or subject, that results go to; None pushes nothing")
     if is_nats(origin.url):
-        from settled.spark.jetstream.broker import check_target
+        from settled.spark.jetstream import broker
 
-        check_target(Options.parse(origin.options()), to)
-    elif check_name("to", to) == origin.queue:
-        raise BadRequest("to", to, "is the queue that is read: a message would go round for ever")
+        broker.check_target(Options.parse(origin.options()), to)
+    else:
+        check_target(to, origin.queue)
 
 
 def _unfit(name: str) -> Column:

@@ -9,7 +9,7 @@ from typing import Any
 
 from settled.policy import Policy
 from settled.queue.errors import BadRequest
-from settled.spark.options import is_nats
+from settled.spark.options import check_target, is_nats
 
 FORMATS = ("parquet", "delta")
 LONGEST = 1_000_000
@@ -30,8 +30,8 @@ def check_run(handler: Callable[..., Any], url: str, queue: str, group: str, to:
     from settled.spark.shipping import names_of
 
     Job(handler, Policy(), names_of(handler), queue, group, in_order=False).subscription()
-    if to == queue and not is_nats(url):
-        raise BadRequest("to", to, "is the queue that is read: a message would go round for ever")
+    if to is not None and not is_nats(url):
+        check_target(to, queue)
 
 
 def check_format(kind: str) -> None:
