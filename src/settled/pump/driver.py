@@ -43,6 +43,7 @@ class Pump(Generic[C]):
         self._until_idle = until_idle
         self._clock = clock
         self._stop = Bell()
+        self._log = SettlementLog(subscription.source.channel)
         self._settler: Settler = self.settler(channel)  # type: ignore[arg-type]
 
     def stop(self) -> None:
@@ -69,7 +70,7 @@ class Pump(Generic[C]):
             counts=self.counts,
             strikes=self.strikes,
             stopping=lambda: self._stop.rung > 0,
-            log=SettlementLog(self.subscription.source.channel),
+            log=self._log,
             can=lambda: self.channel.capabilities,
             until_idle=self._until_idle,
         )

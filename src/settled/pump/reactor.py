@@ -9,8 +9,8 @@ from settled.message import Delivery, Message, in_hand
 from settled.pump.driver import Pump
 from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped
 from settled.pump.settlers import BlockingSettler
-from settled.settlement import ACKED, Action, Nack, Outcome, Raised, Returned, Undecodable
-from settled.transports.base import Channel
+from settled.settlement import ACKED, Nack, Outcome, Raised, Returned, Undecodable
+from settled.transports.base import AcksSoon, Channel
 
 _RETURNED = Returned()
 
@@ -19,10 +19,13 @@ class Reactor(Pump[Channel]):
     """The driver of sync handlers; `run()` blocks until the pump ends."""
 
     settler = BlockingSettler
+    _soon: AcksSoon | None = None
 
     def run(self) -> Stopped:
         """Pump until told to stop, or until the limit is reached."""
         effects = self._effects()
+        channel: object = self.channel
+        self._soon = channel if isinstance(channel, AcksSoon) else None
         carry_out: dict[type[Effect], Callable[[Any], Any]] = {
             Handle: self._handle,
             Settle: self._settle,
@@ -53,14 +56,18 @@ class Reactor(Pump[Channel]):
         return received
 
     def _settle(self, effect: Settle) -> Exception | None:
-        return self._try_to_settle(effect.delivery, effect.action)
-
-    def _try_to_settle(self, delivery: Delivery, action: Action) -> Exception | None:
         try:
-            self._settler.settle(delivery, action)
+            self._settler.settle(effect.delivery, effect.action)
         except Exception as error:
             return error
         return None
+
+    def _not_acked(self, delivery: Delivery, error: Exception) -> None:
+        """It was counted as acked when the next message was begun."""
+        delivery.reopen()
+        self.counts.acked -= 1
+        self.counts.settle_failed += 1
+        self._log.settle_failed(delivery, ACKED.action, error)
 
     def _pause(self, effect: Pause) -> None:
         self._clock.wait(self._stop, 0, effect.seconds)
@@ -68,7 +75,7 @@ class Reactor(Pump[Channel]):
     def _handle(self, effect: Handle) -> tuple[Delivery, Outcome | BaseException] | None:
         buffered, counts, stop, settler = effect.buffered, self.counts, self._stop, self._settler
         decode, handler = self.subscription.decode, self.subscription.handler
-        explicit = self.subscription.policy.explicit
+        explicit, channel, soon = self.subscription.policy.explicit, self.channel, self._soon
         while True:
             delivery = buffered.popleft()
             try:
@@ -87,9 +94,15 @@ class Reactor(Pump[Channel]):
                 delivery.handled = True
             if not effect.acks:
                 return delivery, _RETURNED
-            failed = self._try_to_settle(delivery, ACKED.action)
-            if failed is not None:
-                return delivery, failed
+            if delivery.claim():
+                try:
+                    if soon is not None:
+                        soon.ack_soon(delivery, self._not_acked, last=not buffered)
+                    else:
+                        channel.ack(delivery)
+                except Exception as error:
+                    delivery.reopen()
+                    return delivery, error
             counts.acked += 1
             if not buffered or stop.rung:
                 return None

@@ -103,9 +103,15 @@ class Settler:
 
     async def settle(self, items: Sequence[AckItem], group: str, *, atomic: bool) -> list[AckResult]:
         """Settle items and answer in their order."""
-        acked = await ack_plainly(self, items, group)
-        if acked is not None:
-            return acked
+        answers = await ack_plainly(self, items, group, atomic=atomic)
+        rest = [at for at, answer in enumerate(answers) if answer is None]
+        if rest:
+            looked = await self._settle_closely([items[at] for at in rest], group, atomic=atomic)
+            for at, answer in zip(rest, looked, strict=True):
+                answers[at] = answer
+        return answers  # type: ignore[return-value]
+
+    async def _settle_closely(self, items: Sequence[AckItem], group: str, *, atomic: bool) -> list[AckResult]:
         for _ in range(3):
             results, marks = await self.find(items, group)
             if marks and not (atomic and any(r is not None for r in results)):

@@ -52,33 +52,62 @@ class Acks:
         self.done = done
 
 
-async def ack_plainly(settler: Settler, items: Sequence[AckItem], group: str) -> list[AckResult] | None:
-    """Settle items by the short way if it is open to them, and answer in their order; else None."""
-    if not items:
-        return None
-    first = items[0]
-    partition_id, lease_id, own = first.partition_id, first.lease_id, first.group
-    for item in items:
-        if item.partition_id != partition_id or item.lease_id != lease_id or item.group != own:
-            return None
+async def ack_plainly(
+    settler: Settler, items: Sequence[AckItem], group: str, *, atomic: bool
+) -> list[AckResult | None]:
+    """Settle items by the short way if it is open to them; None for each that must be looked at closer.
+
+    What belongs to one lease is acked all or none; the leases of a call share a trip to the database.
+    """
+    answers: list[AckResult | None] = [None] * len(items)
+    leases = _by_lease(items)
+    if atomic and len(leases) > 1:
+        return answers
+    outcomes: list[tuple[list[int], list[str], asyncio.Future[Acked | Exception | None]]] = []
+    for (partition_id, lease_id, own), places in leases.items():
+        ids = [items[at].transaction_id for at in places]
+        outcome, done = _future()
+        if settler.ack_soon(partition_id, lease_id or None, own or group, ids, done):
+            outcomes.append((places, ids, outcome))
+    failed: list[Exception] = []
+    for places, ids, outcome in outcomes:
+        acked = await outcome
+        if isinstance(acked, Exception):
+            failed.append(acked)
+            for at, each in zip(places, ids, strict=True):
+                answers[at] = AckResult(each, False, "not_applied", str(acked))
+        elif acked is not None:
+            queue, partition, over = acked.queue, acked.partition, acked.lease_released
+            for at, each in zip(places, ids, strict=True):
+                answers[at] = AckResult(each, True, "acknowledged", None, queue, partition, over)
+    if failed and len(failed) == len(leases):
+        raise failed[0]
+    return answers
+
+
+def _by_lease(items: Sequence[AckItem]) -> dict[tuple[str, str | None, str | None], list[int]]:
+    """Which items are under which lease; nothing if one is more than an ack."""
+    found: dict[tuple[str, str | None, str | None], list[int]] = {}
+    for at, item in enumerate(items):
         if item.status not in HANDLED or item.error is not None or item.delay is not None:
-            return None
+            return {}
+        key = item.partition_id, item.lease_id, item.group
+        places = found.get(key)
+        if places is None:
+            found[key] = [at]
+        else:
+            places.append(at)
+    return found
+
+
+def _future() -> tuple[asyncio.Future[Acked | Exception | None], Done[Acked]]:
     waiting: asyncio.Future[Acked | Exception | None] = asyncio.get_running_loop().create_future()
 
     def done(outcome: Acked | Exception | None) -> None:
         if not waiting.done():
             waiting.set_result(outcome)
 
-    ids = [item.transaction_id for item in items]
-    if not settler.ack_soon(partition_id, lease_id or None, own or group, ids, done):
-        return None
-    outcome = await waiting
-    if isinstance(outcome, Exception):
-        raise outcome
-    if outcome is None:
-        return None
-    queue, partition, over = outcome.queue, outcome.partition, outcome.lease_released
-    return [AckResult(each, True, "acknowledged", None, queue, partition, over) for each in ids]
+    return waiting, done
 
 
 class AckQueue:

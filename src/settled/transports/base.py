@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from settled.message import Delivery
 from settled.settlement import Action, Nack, Reject, Requeue
@@ -248,6 +248,20 @@ class Transport(Protocol):
 
     def publish(self, message: Outgoing) -> Publication:
         """Hand the message over; awaited in async code, done when it returns elsewhere."""
+
+
+AckFailed: TypeAlias = Callable[[Delivery, Exception], None]
+
+
+@runtime_checkable
+class AcksSoon(Protocol):
+    """A blocking channel on which a handler's thread need not wait for acks of what it is through with."""
+
+    def ack_soon(self, delivery: Delivery, failed: AckFailed, *, last: bool) -> None:
+        """Ack it without waiting; `failed` is called, in another thread, if that does not work.
+
+        With `last`, the next call follows at once, and may take it along.
+        """
 
 
 @runtime_checkable

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Sequence
+from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from settled.clock import Bell, Clock
 from settled.message import Delivery
-from settled.settlement import Reject
-from settled.transports.base import AsyncChannel, Buffers, Capabilities
+from settled.settlement import Reject, describe
+from settled.transports.base import AckFailed, AsyncChannel, Buffers, Capabilities
 
 R = TypeVar("R")
 
@@ -106,12 +108,20 @@ def _until_due(inner: Immediate, timeout: float) -> float:
 
 
 class BlockingChannel:
-    """The blocking face of an awaitable channel: every call runs on the app's loop, and is waited for."""
+    """The blocking face of an awaitable channel: every call runs on the app's loop, and is waited for.
+
+    Only the acks of handlers that returned are left for the loop to send, many at a time. Whatever is asked
+    for later finds them sent.
+    """
 
     def __init__(self, inner: AsyncChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._inner = inner
         self._loop = loop
         self.wake = inner.wake
+        self._acks: deque[tuple[Delivery, AckFailed]] = deque()
+        self._sending = False
+        self._turn = asyncio.Lock()
+        self._working: set[asyncio.Task[None]] = set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -121,13 +131,45 @@ class BlockingChannel:
         return self._inner.buffered() if isinstance(self._inner, Buffers) else ()
 
     def _wait(self, call: Coroutine[Any, Any, R]) -> R:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        # Every message of a handler with a buffer of one takes this way: a concurrent future is a longer one.
+        answer: SimpleQueue[tuple[R, None] | tuple[None, Exception]] = SimpleQueue()
+        self._loop.call_soon_threadsafe(self._begin, self._answer(call, answer))
+        result, error = answer.get()
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+
+    async def _answer(
+        self, call: Coroutine[Any, Any, R], answer: SimpleQueue[tuple[R, None] | tuple[None, Exception]]
+    ) -> None:
+        try:
+            if self._acks or self._turn.locked():
+                await self._send_acks()
+            result = await call
+        except Exception as error:
+            answer.put((None, error))
+        except BaseException as error:
+            answer.put((None, ConnectionError(f"the app's loop is ending: {describe(error)}")))
+            raise
+        else:
+            answer.put((result, None))
 
     def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
         return self._wait(self._inner.receive(limit, timeout))
 
     def ack(self, delivery: Delivery) -> None:
         self._wait(self._inner.ack(delivery))
+
+    def ack_soon(self, delivery: Delivery, failed: AckFailed, *, last: bool) -> None:
+        self._acks.append((delivery, failed))
+        if not last and not self._sending:
+            self._sending = True
+            self._loop.call_soon_threadsafe(self._send)
 
     def nack(self, delivery: Delivery) -> None:
         self._wait(self._inner.nack(delivery))
@@ -139,7 +181,21 @@ class BlockingChannel:
         self._wait(self._inner.reject(delivery, rejection))
 
     def extend(self, delivery: Delivery) -> None:
-        self._wait(self._inner.extend(delivery))
+        asyncio.run_coroutine_threadsafe(self._inner.extend(delivery), self._loop).result()
 
     def close(self) -> None:
         self._wait(self._inner.close())
+
+    def _send(self) -> None:
+        self._begin(self._send_acks())
+
+    async def _send_acks(self) -> None:
+        # First: an ack that comes from now on is scheduled anew, so none is overlooked.
+        self._sending = False
+        async with self._turn:
+            while self._acks:
+                delivery, failed = self._acks.popleft()
+                try:
+                    await self._inner.ack(delivery)
+                except Exception as error:
+                    failed(delivery, error)
