@@ -93,17 +93,20 @@ NAMES = {
     "http": "the queue, over HTTP",
     "rabbitmq": "RabbitMQ",
     "redis": "Redis streams",
-    "kafka": "Kafka (mock), a batch",
-    "kafka_each": "Kafka (mock), each record",
-    "kafka_commit": "Kafka (mock), buffer of one",
-    "kafka_aio": "Kafka (mock), buffer of one, asyncio",
-    "kafka_share": "Kafka (mock), share group",
+    "kafka_commit": "Kafka (mock)",
+    "kafka_aio": "Kafka (mock), asyncio",
     "sqs": "SQS (moto)",
     "mqtt": "MQTT (mosquitto)",
     "pubsub": "Pub/Sub (stand-in)",
     "servicebus": "Service Bus (stand-in)",
+    "kafka": "a batch",
+    "kafka_each": "each record",
+    "kafka_share": "share group",
 }
 """Every module here, each with a function `start`."""
+
+C_LOOPS = ("kafka", "kafka_each", "kafka_share")
+"""Those whose bare client settles in C, or settles no message by itself."""
 
 
 async def prepare(url: str, source: Source) -> None:

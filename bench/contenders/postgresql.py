@@ -37,7 +37,7 @@ class Postgres:
                     items.append(
                         AckItem(message.transaction_id, message.partition_id, lease_id=message.lease_id)
                     )
-                await engine.ack(items)
+                await engine.ack(items, atomic=False)
             meter.end()
 
 

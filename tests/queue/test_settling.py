@@ -180,6 +180,38 @@ async def test_an_atomic_batch_ack_settles_all_or_nothing(engine: Engine) -> Non
 
 
 @with_engine
+async def test_acks_of_several_partitions_in_one_call_are_each_partitions_own(engine: Engine) -> None:
+    for partition in ("eu", "us", "asia"):
+        await push(engine, "q", f"{partition}1", f"{partition}2", partition=partition)
+    batch = await pop(engine, "q", partitions=3)
+    items = [AckItem(m.transaction_id, m.partition_id, lease_id=m.lease_id) for m in batch.messages()]
+    # Somebody has acked one of these before, so its partition must be looked at closer.
+    assert (await engine.ack(items[2:3]))[0].success
+    calls = engine._core.settler.plain.calls
+    results = await engine.ack([items[5], items[2], items[0], items[1], items[3], items[4]], atomic=False)
+    assert [r.transaction_id for r in results] == [items[i].transaction_id for i in (5, 2, 0, 1, 3, 4)]
+    assert [r.success for r in results] == [True, False, True, True, True, True]
+    # The others went together, by the short way.
+    assert engine._core.settler.plain.settled == 1 + 4
+    assert engine._core.settler.plain.calls > calls
+    assert (await engine.groups(queue="q"))[0].total_lag == 0
+    assert ids(await pop(engine, "q", partitions=3)) == []
+
+
+@with_engine
+async def test_an_atomic_call_over_several_partitions_settles_all_or_nothing(engine: Engine) -> None:
+    for partition in ("eu", "us"):
+        await push(engine, "q", f"{partition}1", partition=partition)
+    batch = await pop(engine, "q", partitions=2)
+    items = [AckItem(m.transaction_id, m.partition_id, lease_id=m.lease_id) for m in batch.messages()]
+    items.append(AckItem("nobody", items[0].partition_id, lease_id=batch.lease_id))
+    assert [r.message for r in await engine.ack(items)] == ["not_applied", "not_applied", "not_found"]
+    assert (await engine.groups(queue="q"))[0].total_lag == 2
+    assert all(r.success for r in await engine.ack(items[:2]))
+    assert (await engine.groups(queue="q"))[0].total_lag == 0
+
+
+@with_engine
 async def test_a_failed_message_in_the_middle_of_a_batch_is_retried_with_its_own_counter(
     engine: Engine,
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from settled import App, Reject
 
 MESSAGES = 10_000
+KINDS = ("async", "sync")
 
 
 def handled(record: Path) -> Counter[int]:
@@ -27,7 +28,8 @@ def consume_with_crashes(
 ) -> Counter[int]:
     """Run a consumer of `queue` in a process of its own, kill it at random times, then let it finish.
 
-    The queue holds `messages` JSON numbers from 0 on. Every thousandth is rejected by the handler.
+    The queue holds `messages` JSON numbers from 0 on. Every thousandth is rejected by the handler, which is
+    a sync one in every other process.
     """
     chance = random.Random(7)
     deadline = time.monotonic() + seconds
@@ -35,7 +37,7 @@ def consume_with_crashes(
         last = crash == crashes
         enough = messages if last else (crash + chance.random()) * messages / (crashes + 1)
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transports.crashing", url, queue, str(record)]
+            [sys.executable, "-m", "tests.transports.crashing", url, queue, str(record), KINDS[crash % 2]]
         )
         try:
             while len(handled(record)) < enough and time.monotonic() < deadline:
@@ -50,19 +52,23 @@ def consume_with_crashes(
     return handled(record)
 
 
-def app(url: str, queue: str, record: Path) -> App:
+def app(url: str, queue: str, record: Path, kind: str) -> App:
     found = App(url)
     output = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    @found.subscriber(queue, buffer=50, performers=2, channel_failure_delay=0.2)
-    async def handle(number: int) -> None:
+    def handle(number: int) -> None:
         os.write(output, b"%d\n" % number)
         if number % 1000 == 0:
             raise Reject("a round number")
 
+    async def handle_async(number: int) -> None:
+        handle(number)
+
+    subscriber = found.subscriber(queue, buffer=50, performers=2, channel_failure_delay=0.2)
+    subscriber(handle if kind == "sync" else handle_async)
     return found
 
 
 if __name__ == "__main__":
-    _, url, queue, record = sys.argv
-    app(url, queue, Path(record)).run()
+    _, url, queue, record, kind = sys.argv
+    app(url, queue, Path(record), kind).run()

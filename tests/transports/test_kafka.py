@@ -28,7 +28,6 @@ from settled.transports.base import (
     Published,
     Source,
 )
-from settled.transports.faces import BlockingChannel
 from settled.transports.kafka import KafkaTopic, KafkaTransport
 from settled.transports.kafka.lane import Lane
 from tests.brokers.kafka import (
@@ -95,7 +94,7 @@ class KafkaBroker:
         return self.channels[-1]
 
     async def _channel(self, source: Source) -> Channel:
-        return BlockingChannel(self.transport.async_channel(source), asyncio.get_running_loop())
+        return self.transport.channel(source)
 
     def wait(self, seconds: float) -> None:
         time.sleep(seconds)

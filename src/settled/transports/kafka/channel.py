@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from settled.message import Delivery
 from settled.settlement import Reject
 from settled.transports.base import Attempts, Capabilities, DelayMeans, LeaseLost, NackMeans, Source
+from settled.transports.kafka.commits import COMMIT_WITHIN, Commits, Wanted, uncommitted
 from settled.transports.kafka.lane import KafkaDelivery, Lane
 from settled.transports.kafka.records import headers_of
 from settled.transports.kafka.settings import DEFAULT_GROUP, Settled
@@ -29,11 +29,7 @@ logger = logging.getLogger("settled.kafka")
 _SLICE = 0.1
 # Records that are there already come along with the first: handed out one by one, each is not asked for anew.
 _AHEAD = 100
-_FLUSH_AFTER = 0.05
 _BROKER_TIMEOUT = 10.0
-_FENCED = {KafkaError.ILLEGAL_GENERATION, KafkaError.UNKNOWN_MEMBER_ID, KafkaError.FENCED_INSTANCE_ID}
-# The next commit, at the latest the one when the partition is given up, says the same.
-_PASSING = {KafkaError.REBALANCE_IN_PROGRESS, KafkaError._NO_OFFSET}
 
 
 class KafkaChannel:
@@ -63,15 +59,12 @@ class KafkaChannel:
         self._paused: set[tuple[str, int]] = set()
         # Lanes change in the client's thread, at a rebalance, and in the loop, when a message is settled.
         self._lock = threading.Lock()
-        self._committing = asyncio.Lock()
         self._consumer: Consumer | None = None
         self._thread: Thread | None = None
         self._polled = 0.0
         self._wakes = 0
         self._trouble: KafkaException | None = None
-        # When what is acked is committed, if no commit has been begun for it; those that will.
-        self._commit_within = math.inf
-        self._flushing: set[asyncio.Task[None]] = set()
+        self.commits = Commits(source.channel, self._lanes, self._lock, transport.heard, self._commit)
         self._keeper: asyncio.Task[None] | None = None
 
     async def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
@@ -79,20 +72,26 @@ class KafkaChannel:
         loop = asyncio.get_running_loop()
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_alive(), name="kafka-keep-alive")
-        if time.monotonic() - self._polled < _SLICE:
-            with self._lock:
-                taken = self._ready(limit, time.time())
-            if taken:
-                return taken
-        if self._committing.locked() or self._commit_within < math.inf:
-            # The client does one thing at a time: a commit would wait until this poll is over.
-            await self._flush(0)
+        if at_hand := self.at_hand(limit):
+            return at_hand
+        # The client does one thing at a time: a commit would wait until this poll is over.
+        await self.commits.flush()
         until = loop.time() + timeout
         while True:
             wait = max(0.0, min(_SLICE, until - loop.time()))
             taken = await self._poll(self._take, limit, wait)
             if taken or self._wakes != wakes or loop.time() >= until:
                 return taken
+
+    def at_hand(self, limit: int) -> Sequence[Delivery]:
+        """What can be handed out without asking the client; nothing if that would keep the group waiting.
+
+        From any thread, as `settled`.
+        """
+        if time.monotonic() - self._polled >= _SLICE:
+            return ()
+        with self._lock:
+            return self._ready(limit, time.time())
 
     async def _poll(
         self, call: Callable[[int, float], list[KafkaDelivery]], limit: int, wait: float
@@ -242,9 +241,9 @@ class KafkaChannel:
     def _revoked(self, consumer: Consumer, places: list[TopicPartition]) -> None:
         with self._lock:
             lanes = [lane for place in places if (lane := self._lanes.get((place.topic, place.partition)))]
-            wanted = _wanted(lanes)
+            wanted = uncommitted(lanes)
         try:
-            self._commit_now(consumer, wanted)
+            self.commits.make(consumer, wanted)
         except (KafkaException, LeaseLost) as error:
             logger.warning("%s: not committed before giving up partitions: %s", self._source.channel, error)
         self._lost(consumer, places)
@@ -258,18 +257,19 @@ class KafkaChannel:
                     lane.lost = True
 
     async def ack(self, delivery: Delivery) -> None:
+        within = self.settled(delivery)
+        if not within and not delivery.handled:  # the handler itself waits for it
+            await self.commits.now()
+        else:
+            self.commits.within(within)
+
+    def settled(self, delivery: Delivery) -> float:
+        """It is settled for good; within how many seconds that is to be committed."""
         mine = _mine(delivery)
-        home = mine.home
         with self._lock:
-            home.settle(mine)
-            more = home.out or any(lane.out for lane in self._lanes.values())
-        if not more and not mine.handled:  # the handler itself waits for it
-            await self._commit()
-        elif (after := _FLUSH_AFTER if more else 0.0) < self._commit_within:
-            self._commit_within = after
-            flushing = asyncio.create_task(self._flush(after), name="kafka-commit")
-            self._flushing.add(flushing)
-            flushing.add_done_callback(self._flushing.discard)
+            mine.home.settle(mine)
+            more = mine.home.out or any(lane.out for lane in self._lanes.values())
+        return COMMIT_WITHIN if more else 0.0
 
     async def nack(self, delivery: Delivery) -> None:
         mine = _mine(delivery)
@@ -281,7 +281,7 @@ class KafkaChannel:
         due = time.time() + (self._settings.backoff if delay is None else delay)
         with self._lock:
             mine.home.fail(mine, due)
-        await self._commit()
+        await self.commits.now()
 
     async def reject(self, delivery: Delivery, rejection: Reject) -> None:
         mine = _mine(delivery)
@@ -291,7 +291,7 @@ class KafkaChannel:
         await self._transport.write_letter(self._source, mine, rejection, self._group, mine.key)
         with self._lock:
             mine.home.settle(mine)
-        await self._commit()
+        await self.commits.now()
 
     async def extend(self, delivery: Delivery) -> None:
         mine = _mine(delivery)
@@ -303,9 +303,9 @@ class KafkaChannel:
         self._wakes += 1
 
     async def close(self) -> None:
-        for task in (*self._flushing, self._keeper):
-            if task is not None:
-                task.cancel()
+        self.commits.close()
+        if self._keeper is not None:
+            self._keeper.cancel()
         self._keeper = None
         thread, self._thread = self._thread, None
         if thread is None:
@@ -314,6 +314,11 @@ class KafkaChannel:
         await thread.run(self._leave)
         thread.end()
 
+    async def _commit(self, wanted: list[Wanted]) -> None:
+        consumer, thread = self._consumer, self._thread
+        if consumer is not None and thread is not None:
+            await thread.run(self.commits.make, consumer, wanted)
+
     def _leave(self) -> None:
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
@@ -321,51 +326,6 @@ class KafkaChannel:
                 places = [TopicPartition(*place) for place in self._lanes]
             self._revoked(consumer, places)
             consumer.close()
-
-    async def _commit(self) -> None:
-        async with self._committing:
-            consumer, thread = self._consumer, self._thread
-            # What is acked from here on needs another.
-            self._commit_within = math.inf
-            with self._lock:
-                wanted = _wanted(self._lanes.values())
-            if wanted and consumer is not None and thread is not None:
-                await thread.run(self._commit_now, consumer, wanted)
-
-    def _commit_now(self, consumer: Consumer, wanted: list[tuple[Lane, int, str]]) -> None:
-        if not wanted:
-            return
-        places = [TopicPartition(lane.topic, lane.number, at, note) for lane, at, note in wanted]
-        try:
-            answers = consumer.commit(offsets=places, asynchronous=False) or []
-        except KafkaException as error:
-            self._not_committed(error)
-            return
-        failed = [answer.error for answer in answers if answer.error is not None]
-        if failed:
-            self._not_committed(KafkaException(failed[0]))
-            return
-        with self._lock:
-            for lane, at, note in wanted:
-                lane.committed = (at, note)
-        self._transport.heard()
-
-    def _not_committed(self, error: KafkaException) -> None:
-        code = error.args[0].code()
-        if code in _FENCED:
-            raise LeaseLost(
-                f"topic {self._source.channel!r}: the group goes on without this consumer"
-            ) from error
-        if code not in _PASSING:
-            raise error
-        logger.info("%s: committed later: %s", self._source.channel, error)
-
-    async def _flush(self, after: float) -> None:
-        await asyncio.sleep(after)
-        try:
-            await self._commit()
-        except Exception as error:
-            logger.error("%s: not committed yet: %s", self._source.channel, error)  # noqa: TRY400
 
     async def _keep_alive(self) -> None:
         """Poll while handlers are at it, so that the group does not take them for dead."""
@@ -387,10 +347,6 @@ class KafkaChannel:
         self._pause(consumer, everything)
         # What was fetched before the pause is first in its lane when somebody asks.
         return self._received(self._look(consumer, 0), set(), 0)
-
-
-def _wanted(lanes: Iterable[Lane]) -> list[tuple[Lane, int, str]]:
-    return [(lane, *wanted) for lane in lanes if (wanted := lane.uncommitted()) is not None]
 
 
 def _mine(delivery: Delivery) -> KafkaDelivery:

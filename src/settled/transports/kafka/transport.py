@@ -17,7 +17,9 @@ from confluent_kafka.cimpl import NewTopic
 from settled.message import Delivery
 from settled.settlement import Reject
 from settled.signals import ConfigurationError
-from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Published, Source
+from settled.transports.base import BrokerStatus, Channel, Outgoing, Published, Source
+from settled.transports.faces import BlockingChannel
+from settled.transports.kafka.blocking import KafkaBlockingChannel
 from settled.transports.kafka.channel import KafkaChannel, logger
 from settled.transports.kafka.records import KEY, outgoing
 from settled.transports.kafka.settings import DEFAULT_GROUP, Address, Config
@@ -194,9 +196,15 @@ class KafkaTransport(LoopTransport[Writer]):
                     f"kafka: topic {topic!r} cannot be created: {_words(error)}; create it yourself"
                 ) from error
 
-    def async_channel(self, source: Source) -> AsyncChannel:
+    def async_channel(self, source: Source) -> KafkaChannel | ShareChannel:
         settings = self.address.settings(source)
         return (ShareChannel if settings.share else KafkaChannel)(self, source, settings)
+
+    def channel(self, source: Source) -> Channel:
+        channel, loop = self.async_channel(source), asyncio.get_running_loop()
+        if isinstance(channel, KafkaChannel):
+            return KafkaBlockingChannel(channel, loop)
+        return BlockingChannel(channel, loop)
 
     async def push(self, message: Outgoing) -> Published:
         if message.delay:
