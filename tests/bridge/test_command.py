@@ -251,6 +251,7 @@ def test_a_signal_ends_it_in_order_and_metrics_are_served_until_then(
         (["{nats}", "{dsn}", "--from", ""], "channel must be a name, got ''"),
         (["memory://", "{dsn}", "--from", "a"], "memory:// lives in one process"),
         (["{nats}", "{nats}/?create=true", "--from", "a"], "it would copy 'a' of nats://127.0.0.1"),
+        (["{nats}", "{nats}", "--from", "a.*", "--to", "a.b"], "it would copy 'a.*' of nats://127.0.0.1"),
         (
             ["{dsn}", "{dsn}", "--from", "a", "--to", "a"],
             "onto itself without end; name another",

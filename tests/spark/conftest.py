@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import tempfile
@@ -24,9 +25,16 @@ from settled.queue.manifest import Link
 from settled.queue.sealing import VARIABLE
 from settled.queue.types import DeadLetter, PopRequest
 from settled.spark import session, settle
+from tests.spark import archive
 
 KEY = "ab" * 32
 STREAMING = "org.apache.spark.sql.execution.streaming.checkpointing"
+
+
+def pytest_configure() -> None:
+    # Before xdist has workers, which get it from here.
+    if "SPARK_SUBMIT_OPTS" not in os.environ:
+        os.environ["SPARK_SUBMIT_OPTS"] = archive.options()
 
 
 class Shop:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from settled.app import App
 from settled.bridge.outlet import CALLS, Outlet, Refused
-from settled.bridge.same import same_broker
+from settled.bridge.same import reads, same_broker
 from settled.bridge.window import Window, WindowedTransport, open_transport
 from settled.clock import SystemClock
 from settled.codec import content_type_of
@@ -105,7 +105,7 @@ class Bridge:
                 raise ConfigurationError(f"bridge: {name} must be at least 1, got {value!r}")
         if to is not None and not to:
             raise ConfigurationError(f"bridge: to must be a name, got {to!r}")
-        if _same(source, target) and (to or channel) == channel:
+        if _feeds_itself(source, target, channel, to or channel):
             raise ConfigurationError(
                 f"bridge: it would copy {channel!r} of {_name(source)} onto itself without end; "
                 "name another channel: --to NAME, or to=..."
@@ -356,10 +356,10 @@ def _has_lanes(transport: Transport) -> bool:
     return any(can.lanes for can in (transport.capabilities, *variants.values()))
 
 
-def _same(source: str | Transport, target: str | Transport) -> bool:
+def _feeds_itself(source: str | Transport, target: str | Transport, channel: str, to: str) -> bool:
     if isinstance(source, str) and isinstance(target, str):
-        return same_broker(source, target)
-    return source is target
+        return same_broker(source, target) and reads(source, channel, to)
+    return source is target and channel == to
 
 
 def _reader(*way: str) -> str:

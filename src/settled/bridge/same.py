@@ -1,4 +1,4 @@
-"""Whether two URLs mean the same broker."""
+"""Whether two URLs mean the same broker, and a channel there what is written to another."""
 
 from __future__ import annotations
 
@@ -54,6 +54,35 @@ def same_broker(one: str, other: str) -> bool:
     if "memory" in (scheme, other_scheme):
         return False
     return (scheme, place) == (other_scheme, other_place) and bool(servers & other_servers)
+
+
+def reads(url: str, channel: str, subject: str) -> bool:
+    """Whether who reads this channel is given what is published to the subject, on the same broker.
+
+    >>> reads("nats://host", "orders.*", "orders.eu"), reads("nats://host", "orders.*", "orders.eu.new")
+    (True, False)
+    >>> reads("nats://host", "orders.>", "orders.eu.new"), reads("mqtt://host", "orders/#", "orders")
+    (True, True)
+    >>> reads("mqtt://host", "+/new", "orders/new"), reads("redis://host", "orders.*", "orders.eu")
+    (True, False)
+    """
+    between, one, rest = _PATTERNS.get(split(url).scheme, ("", "", ""))
+    if not between:
+        return channel == subject
+    wanted, found = channel.split(between), subject.split(between)
+    for at, part in enumerate(wanted):
+        if part == rest:
+            # What is under it; in MQTT it is one of these itself.
+            return len(found) > at or (between == "/" and len(found) == at)
+        if at >= len(found) or part not in (one, found[at]):
+            return False
+    return len(wanted) == len(found)
+
+
+_PATTERNS = {
+    **dict.fromkeys(("nats", "tls"), (".", "*", ">")),
+    **dict.fromkeys(("mqtt", "mqtts"), ("/", "+", "#")),
+}
 
 
 def _parts(url: str) -> tuple[str, str, str, dict[str, str], set[str]]:
