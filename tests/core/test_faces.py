@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -153,3 +154,118 @@ def test_a_thread_that_waits_while_the_loop_ends_is_told() -> None:
 
     asyncio.run(main()).join(10)
     assert "the app's loop is ending" in str(errors[0])
+
+
+def end(
+    line: Line, handle: Callable[[int], None], *, told: Callable[[Reactor], None], **policy: Any
+) -> float:
+    """Run a sync handler that somebody tells to stop; how long the pump and its channel took to end then."""
+
+    async def main() -> float:
+        channel = BlockingChannel(line, asyncio.get_running_loop())
+        subscription = subscribe(handle, ORDERS, Policy(buffer=10, **policy))
+        reactor = Reactor(subscription, channel, SystemClock())
+        running = asyncio.create_task(asyncio.to_thread(reactor.run))
+        await asyncio.to_thread(told, reactor)
+        stopped = time.monotonic()
+        await asyncio.wait_for(running, 30)
+        await asyncio.to_thread(channel.close)
+        return time.monotonic() - stopped
+
+    return asyncio.run(main())
+
+
+def test_a_pump_that_ends_has_its_last_ack_sent_before_its_channel_is_closed() -> None:
+    acked = threading.Event()
+    line = Line(1, lambda _: acked.set())
+
+    async def main() -> None:
+        channel = BlockingChannel(line, asyncio.get_running_loop())
+
+        def handle(order: int) -> None:
+            reactor.stop()
+
+        reactor = Reactor(subscribe(handle, ORDERS, Policy()), channel, SystemClock())
+        await asyncio.to_thread(reactor.run)
+        # Nobody asks anything of the channel any more: others of the app may go on for days.
+        assert await asyncio.to_thread(acked.wait, 10)
+
+    asyncio.run(main())
+    assert "close" not in line.calls
+
+
+def test_what_waits_to_be_acked_is_held_so_that_its_lease_is_kept() -> None:
+    may_ack = threading.Event()
+    held: list[set[str]] = []
+
+    class Slow(Line):
+        async def ack(self, delivery: Delivery) -> None:
+            await asyncio.to_thread(may_ack.wait, 10)
+            await super().ack(delivery)
+
+    async def main() -> None:
+        channel = BlockingChannel(Slow(3), asyncio.get_running_loop())
+
+        def handle(order: int) -> None:
+            if order == 2:
+                held.append({one.id for one in reactor.held()})
+                may_ack.set()
+
+        reactor = Reactor(
+            subscribe(handle, ORDERS, Policy(buffer=10)), channel, SystemClock(), until_idle=True
+        )
+        await asyncio.to_thread(reactor.run)
+
+    asyncio.run(main())
+    # The first may be on its way; the second waits behind it, the third is in hand.
+    assert {"m1", "m2"} <= held[0]
+
+
+def test_a_stop_while_the_broker_is_away_does_not_wait_for_each_ack_to_fail() -> None:
+    first = threading.Event()
+
+    class Away(Line):
+        async def ack(self, delivery: Delivery) -> None:
+            first.set()
+            await asyncio.sleep(0.5)
+            raise ConnectionError("nobody home")
+
+    def told(reactor: Reactor) -> None:
+        assert first.wait(10)
+        reactor.stop()
+
+    def handle(order: int) -> None: ...
+
+    assert end(Away(10), handle, told=told) < 3
+
+
+def test_a_stop_while_acks_are_sent_is_not_overheard_by_the_receive_behind_them() -> None:
+    last = threading.Event()
+
+    class Slow(Line):
+        async def ack(self, delivery: Delivery) -> None:
+            if delivery.id == "m4":
+                last.set()
+                await asyncio.sleep(0.3)
+            await super().ack(delivery)
+
+    def told(reactor: Reactor) -> None:
+        assert last.wait(10)
+        reactor.stop()
+
+    def handle(order: int) -> None: ...
+
+    assert end(Slow(5), handle, told=told, receive_timeout=20.0) < 10
+
+
+def test_an_ack_that_its_client_cancels_is_a_failed_one() -> None:
+    class Cancels(Line):
+        async def ack(self, delivery: Delivery) -> None:
+            if delivery.id == "m1":
+                raise asyncio.CancelledError
+            await super().ack(delivery)
+
+    def handle(order: int) -> None: ...
+
+    counts = pump(Cancels(3), handle).counts
+    assert (counts.acked, counts.settle_failed, counts.receive_failed) == (2, 1, 0)

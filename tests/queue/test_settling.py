@@ -199,6 +199,19 @@ async def test_acks_of_several_partitions_in_one_call_are_each_partitions_own(en
 
 
 @with_engine
+async def test_a_bad_item_beside_acks_that_stand_is_answered_not_raised(engine: Engine) -> None:
+    await push(engine, "q", "a")
+    (message,) = (await pop(engine, "q")).messages()
+    good = AckItem("a", message.partition_id, lease_id=message.lease_id)
+    bad = AckItem("b", "not-a-uuid", lease_id=message.lease_id)
+    results = await engine.ack([bad, good], atomic=False)
+    assert [(r.success, r.message) for r in results] == [(False, "not_applied"), (True, "acknowledged")]
+    assert "not-a-uuid" in (results[0].error or "")
+    with pytest.raises(BadRequest):
+        await engine.ack([bad], atomic=False)
+
+
+@with_engine
 async def test_an_atomic_call_over_several_partitions_settles_all_or_nothing(engine: Engine) -> None:
     for partition in ("eu", "us"):
         await push(engine, "q", f"{partition}1", partition=partition)

@@ -69,7 +69,8 @@ def reads(url: str, channel: str, subject: str) -> bool:
     between, one, rest = _PATTERNS.get(split(url).scheme, ("", "", ""))
     if not between:
         return channel == subject
-    wanted, found = channel.split(between), subject.split(between)
+    wanted = re.sub(r"^\$share/[^/]+/", "", channel).split(between)
+    found = subject.split(between)
     for at, part in enumerate(wanted):
         if part == rest:
             # What is under it; in MQTT it is one of these itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,10 @@ class Reactor(Pump[Channel]):
         except BaseException as error:
             self._crashed(error)
             raise
+        finally:
+            if self._soon is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed, and the connection with it
+                    self._soon.send_acks()
 
     def release(self) -> None:
         """Give back the message of a handler that did not end in time; what it does later is too late."""
@@ -100,8 +105,10 @@ class Reactor(Pump[Channel]):
                         soon.ack_soon(delivery, self._not_acked, last=not buffered)
                     else:
                         channel.ack(delivery)
-                except Exception as error:
+                except BaseException as error:
                     delivery.reopen()
+                    if not isinstance(error, Exception):
+                        raise
                     return delivery, error
             counts.acked += 1
             if not buffered or stop.rung:

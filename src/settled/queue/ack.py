@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from settled.queue.acks import AckQueue, Acks, ack_plainly, bit_string
+from settled.queue.acks import AckQueue, Acks, bit_string, settle_shortly
 from settled.queue.db import Link
 from settled.queue.errors import BadRequest, Unavailable
-from settled.queue.marks import LEASE_LOST, Mark, Settlement, overlaps
+from settled.queue.marks import LEASE_LOST, Mark, Settlement, overlaps, refusal
 from settled.queue.turns import Turns
 from settled.queue.types import AckItem, AckResult
 
@@ -103,15 +103,10 @@ class Settler:
 
     async def settle(self, items: Sequence[AckItem], group: str, *, atomic: bool) -> list[AckResult]:
         """Settle items and answer in their order."""
-        answers = await ack_plainly(self, items, group, atomic=atomic)
-        rest = [at for at, answer in enumerate(answers) if answer is None]
-        if rest:
-            looked = await self._settle_closely([items[at] for at in rest], group, atomic=atomic)
-            for at, answer in zip(rest, looked, strict=True):
-                answers[at] = answer
-        return answers  # type: ignore[return-value]
+        return await settle_shortly(self, items, group, atomic=atomic)
 
-    async def _settle_closely(self, items: Sequence[AckItem], group: str, *, atomic: bool) -> list[AckResult]:
+    async def settle_closely(self, items: Sequence[AckItem], group: str, *, atomic: bool) -> list[AckResult]:
+        """Settle items of any kind, each looked up under its lease."""
         for _ in range(3):
             results, marks = await self.find(items, group)
             if marks and not (atomic and any(r is not None for r in results)):
@@ -167,7 +162,7 @@ class Settler:
                     seen = taken.setdefault((lease.id, lease.lane_id), set())
             seq = lease.place(item.transaction_id) if lease is not None else None
             if lane is None or lease is None or seq is None or seq in seen:
-                results.append(_refusal(item, lane, lease))
+                results.append(refusal(item, lane, lease))
                 marks.append(None)
                 continue
             seen.add(seq)
@@ -394,13 +389,3 @@ class Settler:
 _PROBLEMS = {"bad_lease", "answered", "bad_lease_single", "answered_single"}
 _NOTHING = ("00000000-0000-0000-0000-000000000000", "", datetime(1970, 1, 1, tzinfo=UTC), b"", b"")
 _DIGITS = bytes([48, 49]) + bytes(254)
-
-
-def _refusal(item: AckItem, lane: Lane | None, lease: Lease | None) -> AckResult:
-    """Why an item cannot be settled."""
-    if lane is None:
-        return AckResult(item.transaction_id, False, "not_found", "Partition not found")
-    queue, partition = lane.queue.name, lane.name
-    if lease is None:
-        return AckResult(item.transaction_id, False, "invalid_lease", LEASE_LOST, queue, partition)
-    return AckResult(item.transaction_id, False, "not_found", "Message not found", queue, partition)

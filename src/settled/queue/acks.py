@@ -52,10 +52,30 @@ class Acks:
         self.done = done
 
 
-async def ack_plainly(
+async def settle_shortly(
+    settler: Settler, items: Sequence[AckItem], group: str, *, atomic: bool
+) -> list[AckResult]:
+    """Settle items, by the short way where it is open to them, and answer in their order."""
+    answers = await _ack_plainly(settler, items, group, atomic=atomic)
+    rest = [at for at, answer in enumerate(answers) if answer is None]
+    closely = [items[at] for at in rest]
+    if rest:
+        try:
+            looked = await settler.settle_closely(closely, group, atomic=atomic)
+        except Exception as error:
+            if len(rest) == len(items):
+                raise
+            # The others are settled, which their caller must hear.
+            looked = [AckResult(one.transaction_id, False, "not_applied", str(error)) for one in closely]
+        for at, result in zip(rest, looked, strict=True):
+            answers[at] = result
+    return answers  # type: ignore[return-value]
+
+
+async def _ack_plainly(
     settler: Settler, items: Sequence[AckItem], group: str, *, atomic: bool
 ) -> list[AckResult | None]:
-    """Settle items by the short way if it is open to them; None for each that must be looked at closer.
+    """Ack items by the short way if it is open to them; None for each that must be looked at closer.
 
     What belongs to one lease is acked all or none; the leases of a call share a trip to the database.
     """

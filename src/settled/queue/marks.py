@@ -97,3 +97,13 @@ def overlaps(
     for key, seqs in own.items():
         touched.setdefault(key, set()).update(seqs)
     return False
+
+
+def refusal(item: AckItem, lane: Lane | None, lease: Lease | None) -> AckResult:
+    """Why an item cannot be settled."""
+    if lane is None:
+        return AckResult(item.transaction_id, False, "not_found", "Partition not found")
+    queue, partition = lane.queue.name, lane.name
+    if lease is None:
+        return AckResult(item.transaction_id, False, "invalid_lease", LEASE_LOST, queue, partition)
+    return AckResult(item.transaction_id, False, "not_found", "Message not found", queue, partition)

@@ -260,8 +260,11 @@ class AcksSoon(Protocol):
     def ack_soon(self, delivery: Delivery, failed: AckFailed, *, last: bool) -> None:
         """Ack it without waiting; `failed` is called, in another thread, if that does not work.
 
-        With `last`, the next call follows at once, and may take it along.
+        With `last`, the next call follows at once, and may take it along: a receive, or `send_acks`.
         """
+
+    def send_acks(self) -> None:
+        """Send what has not been taken along, without waiting."""
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from settled.clock import Bell, Clock
 from settled.message import Delivery
 from settled.settlement import Reject, describe
-from settled.transports.base import AckFailed, AsyncChannel, Buffers, Capabilities
+from settled.transports.base import AckFailed, AsyncChannel, Buffers, Capabilities, LeaseLost
 
 R = TypeVar("R")
 
@@ -111,13 +111,13 @@ class BlockingChannel:
     """The blocking face of an awaitable channel: every call runs on the app's loop, and is waited for.
 
     Only the acks of handlers that returned are left for the loop to send, many at a time. Whatever is asked
-    for later finds them sent.
+    for later finds them sent. Until then their leases are kept as those of messages in hand.
     """
 
     def __init__(self, inner: AsyncChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._inner = inner
         self._loop = loop
-        self.wake = inner.wake
+        self._wakes = 0
         self._acks: deque[tuple[Delivery, AckFailed]] = deque()
         self._sending = False
         self._turn = asyncio.Lock()
@@ -128,7 +128,12 @@ class BlockingChannel:
         return self._inner.capabilities
 
     def buffered(self) -> Sequence[Delivery]:
-        return self._inner.buffered() if isinstance(self._inner, Buffers) else ()
+        inner = self._inner.buffered() if isinstance(self._inner, Buffers) else ()
+        return [*inner, *(delivery for delivery, _ in self._acks.copy())]
+
+    def wake(self) -> None:
+        self._wakes += 1
+        self._inner.wake()
 
     def _wait(self, call: Coroutine[Any, Any, R]) -> R:
         # Every message of a handler with a buffer of one takes this way: a concurrent future is a longer one.
@@ -154,20 +159,29 @@ class BlockingChannel:
         except Exception as error:
             answer.put((None, error))
         except BaseException as error:
+            call.close()
             answer.put((None, ConnectionError(f"the app's loop is ending: {describe(error)}")))
             raise
         else:
             answer.put((result, None))
 
     def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
-        return self._wait(self._inner.receive(limit, timeout))
+        return self._wait(self._receive(limit, timeout, self._wakes))
+
+    async def _receive(self, limit: int, timeout: float, wakes: int) -> Sequence[Delivery]:
+        # It may have been woken while it waited for acks to be sent.
+        return await self._inner.receive(limit, timeout if self._wakes == wakes else 0.0)
 
     def ack(self, delivery: Delivery) -> None:
         self._wait(self._inner.ack(delivery))
 
     def ack_soon(self, delivery: Delivery, failed: AckFailed, *, last: bool) -> None:
         self._acks.append((delivery, failed))
-        if not last and not self._sending:
+        if not last:
+            self.send_acks()
+
+    def send_acks(self) -> None:
+        if not self._sending:
             self._sending = True
             self._loop.call_soon_threadsafe(self._send)
 
@@ -199,3 +213,16 @@ class BlockingChannel:
                     await self._inner.ack(delivery)
                 except Exception as error:
                     failed(delivery, error)
+                    if self._wakes and not isinstance(error, LeaseLost):
+                        self._give_up(error)
+                except asyncio.CancelledError as error:
+                    failed(delivery, ConnectionError(f"the ack was given up: {describe(error)}"))
+                    task = asyncio.current_task()
+                    if task is not None and task.cancelling():
+                        raise
+
+    def _give_up(self, error: Exception) -> None:
+        """The broker is away, and the pump is to stop: it does not wait for each ack to fail by itself."""
+        while self._acks:
+            delivery, failed = self._acks.popleft()
+            failed(delivery, error)
