@@ -8,6 +8,7 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from paho.mqtt.client import MQTTMessage
@@ -47,32 +48,39 @@ class MqttTopic:
 
 
 class MqttDelivery(Delivery):
-    """A delivery that is open until its packet is acknowledged, whichever connection that goes through."""
+    """A delivery that is open until its packet is acknowledged, whichever connection that goes through.
 
-    __slots__ = ("client_id", "connection", "message")
+    It keeps nothing of the client's: a message there is some hundred objects, and those that wait their turn
+    would keep the garbage collector busy.
+    """
+
+    __slots__ = ("client_id", "connection", "mid", "named")
 
     def __init__(self, message: MQTTMessage, attempt: int, client_id: str, connection: int) -> None:
         headers = dict(_user_properties(message))
-        identity = headers.pop(MESSAGE_ID, None) or uuid.uuid4().hex
+        identity = headers.pop(MESSAGE_ID, None)
         content_type = getattr(message.properties, "ContentType", None)
         if content_type:
             headers["content-type"] = content_type
         super().__init__(
-            id=identity, subject=message.topic, data=bytes(message.payload), headers=headers, attempt=attempt
+            id=identity or uuid.uuid4().hex,
+            subject=message.topic,
+            data=bytes(message.payload),
+            headers=headers,
+            attempt=attempt,
         )
-        self.message = message
+        self.mid = message.mid
+        # Whether its publisher gave it an id, by which it is known when it comes again.
+        self.named = bool(identity)
         self.client_id = client_id
         # The last one that it, or a copy of it, came through.
         self.connection = connection
 
-    @property
-    def mid(self) -> int:
-        return self.message.mid
-
     def again(self, attempt: int) -> MqttDelivery:
         """The same message, to be settled anew."""
-        other = MqttDelivery(self.message, attempt, self.client_id, self.connection)
-        other.id = self.id
+        other = copy(self)
+        other.attempt = attempt
+        other.settled = other.handled = False
         return other
 
     def metadata(self) -> Metadata:
@@ -178,7 +186,7 @@ class Session:
         # Only now: the session it belongs to may just have been found to be lost.
         mine = self.mine(delivery)
         if mine.mid > 0:
-            if mine.connection == self._connections or _own_id(mine.message) is None:
+            if mine.connection == self._connections or not mine.named:
                 wire.ack(mine.mid)
             else:
                 self._owed[mine.mid] = mine.id
