@@ -19,6 +19,9 @@ import pytest
 
 CACHE = Path(__file__).parents[2] / ".venv" / "brokers"
 _PATIENCE = 240.0
+# Lists are there within seconds; a connection that stalls is better made anew.
+_LISTS_WITHIN = 60.0
+_TRIES = 3
 _RELINKED = ".relinked"
 
 
@@ -104,8 +107,8 @@ def _fetch(package: str, root: Path, suite: str | None) -> None:
         }
     apt = ["apt-get", "-q", *(f"-o{name}={value}" for name, value in options.items())]
     # A source of the machine that is out of reach does not matter, as long as the package is found.
-    update = _run([*apt, "update"])
-    fetched = _run([*apt, "install", "--yes", "--no-install-recommends", "--download-only", package])
+    update = _run_again([*apt, "update"], _LISTS_WITHIN)
+    fetched = _run_again([*apt, "install", "--yes", "--no-install-recommends", "--download-only", package])
     archives = sorted((state / "cache" / "archives").glob("*.deb"))
     if fetched.returncode != 0 or not archives:
         told = f"{update.stdout}{fetched.stdout}".strip()[-800:]
@@ -151,7 +154,19 @@ def _relink(root: Path) -> None:
     (root / _RELINKED).touch()
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run_again(command: list[str], patience: float = _PATIENCE) -> subprocess.CompletedProcess[str]:
+    """Run what asks a server, once more if it comes to no end."""
+    for _ in range(_TRIES):
+        done = _run(command, patience)
+        if done.returncode != _NO_END:
+            break
+    return done
+
+
+_NO_END = 124
+
+
+def _run(command: list[str], patience: float = _PATIENCE) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
     try:
         return subprocess.run(
@@ -161,8 +176,9 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=_PATIENCE,
+            timeout=patience,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        return subprocess.CompletedProcess(command, 1, f"{command[0]}: no end within {error.timeout:g} s\n")
+        told = f"{command[0]}: no end within {error.timeout:g} s\n"
+        return subprocess.CompletedProcess(command, _NO_END, told)
