@@ -45,6 +45,6 @@ def test_what_was_unpacked_completely_is_not_fetched_again(bare: None) -> None:
 
 def test_what_stalls_is_asked_again(tmp_path: Path) -> None:
     asked = tmp_path / "asked"
-    stalls_once = f"if [ -e {asked} ]; then echo there; else touch {asked}; sleep 60; fi"
+    stalls_once = f"if [ -e {asked} ]; then echo there; else touch {asked}; exec sleep 60; fi"
     done = debs._run_again(["/bin/sh", "-c", stalls_once], 1.0)
     assert (done.returncode, done.stdout) == (0, "there\n")
