@@ -21,11 +21,6 @@ _MAGIC = b"\x04settled\x00"
 
 @lru_cache(maxsize=4)
 def _keys(text: str) -> dict[bytes, AESGCM]:
-    try:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except ImportError:
-        hint = "pip install 'settled[encryption]'"
-        raise Conflict(f"encryption needs the package cryptography: {hint}") from None
     found = {}
     for each in filter(None, (part.strip() for part in text.split(","))):
         try:
@@ -34,12 +29,24 @@ def _keys(text: str) -> dict[bytes, AESGCM]:
             raw = b""
         if len(raw) != 32:
             raise Conflict(f"{VARIABLE}: must be 64 hex digits, or several keys with commas between them")
-        found[hashlib.sha256(raw).digest()[:4]] = AESGCM(raw)
+        found[hashlib.sha256(raw).digest()[:4]] = _cipher(raw)
     return found
 
 
+def _cipher(raw: bytes) -> AESGCM:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError:
+        hint = "pip install 'settled[encryption]'"
+        raise Conflict(f"{VARIABLE} is set, and encryption needs the package cryptography: {hint}") from None
+    return AESGCM(raw)
+
+
 def keys() -> dict[bytes, AESGCM]:
-    """The keys by their fingerprints: the first one seals, all of them open."""
+    """The keys by their fingerprints: the first one seals, all of them open.
+
+    Without a key in the environment nothing of the extra `encryption` is imported.
+    """
     return _keys(os.environ.get(VARIABLE, ""))
 
 
