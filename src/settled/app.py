@@ -195,8 +195,14 @@ class App:
             self._runner.stop()
 
     def run(self) -> AppStatus:
-        """Run until SIGINT or SIGTERM, or until every pump has ended. A second signal does not wait."""
-        return asyncio.run(self._run())
+        """Run until SIGINT or SIGTERM, or until every pump has ended. A second signal does not wait.
+
+        ConnectionError if the broker is away at the start: one short error, without the client's own.
+        """
+        try:
+            return asyncio.run(self._run())
+        except (ConfigurationError, ConnectionError) as error:
+            raise error.with_traceback(None) from None
 
     async def _run(self) -> AppStatus:
         stop = asyncio.Event()

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from settled._version import __version__
 from settled.app import AppStatus
 from settled.loading import CannotLoad, load
 from settled.observe import logging as observe_logging
+from settled.pump import Status
 from settled.signals import ConfigurationError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-_out = Console(highlight=False)
-_err = Console(stderr=True, highlight=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -28,7 +27,7 @@ def _main(
 ) -> None:
     """Settled: every message is settled exactly one way."""
     if version:
-        _out.print(f"settled {__version__}")
+        typer.echo(f"settled {__version__}")
         raise typer.Exit
 
 
@@ -56,7 +55,7 @@ def run(
                 replace(s, policy=replace(s.policy, performers=performers)) for s in found.subscriptions
             ]
         for subscription in found.subscriptions:
-            _err.print(f"settled: {subscription.name} x {subscription.policy.performers}")
+            observe_logging.tell(f"settled: {subscription.name} x {subscription.policy.performers}")
         status = found.run()
     except (CannotLoad, ConfigurationError, ConnectionError) as error:
         _fail(str(error))
@@ -117,20 +116,22 @@ def _run_reloading() -> None:
 
     arguments = [argument for argument in sys.argv[1:] if argument != "--reload"]
     command = shlex.join([sys.executable, "-m", "settled", *arguments])
-    _err.print("settled: watching for changes")
+    observe_logging.tell("settled: watching for changes")
     run_process(".", target=command, target_type="command", watch_filter=PythonFilter(), sigint_timeout=15)
 
 
 def _summary(status: AppStatus) -> None:
     for s in status.subscriptions:
         c = s.counts
-        _err.print(
+        observe_logging.tell(
             f"settled: {s.name}: {s.status}{f' ({s.why})' if s.why else ''}: received={c.received} "
             f"acked={c.acked} requeued={c.requeued} released={c.nacked} rejected={c.rejected} left={c.left}",
-            soft_wrap=True,
+            logging.ERROR if s.status in (Status.LIMIT_EXCEEDED, Status.ERROR) else logging.INFO,
+            subscription=s.name,
+            **asdict(c),
         )
 
 
 def _fail(text: str) -> NoReturn:
-    _err.print(f"settled: {text}", markup=False, soft_wrap=True)
+    observe_logging.tell(f"settled: {text}", logging.ERROR)
     raise typer.Exit(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -167,6 +168,118 @@ def test_an_app_whose_pumps_all_stopped_exits_1_and_says_why(project: Path) -> N
     result = run(project, "run", "limited:app")
     assert result.returncode == 1
     assert "limit exceeded (1 unacceptable messages; the last one: ValueError: boom)" in result.stderr
+
+
+NAMES = """
+from settled import App
+
+app = App()
+
+@app.subscriber("ship", group="ship")
+def ship(order: int) -> None: ...
+
+@app.subscriber("orders[eu]")
+def handle(order: int) -> None: ...
+
+@app.subscriber("plant[/1]/t")
+def read(order: int) -> None:
+    print("reading", flush=True)
+
+app.publish("plant[/1]/t", 1)
+"""
+
+
+def test_names_are_printed_as_they_are_not_read_as_markup_or_emoji(start, project: Path) -> None:  # type: ignore[no-untyped-def]
+    """Defect D2."""
+    (project / "names.py").write_text(NAMES)
+    process = start("run", "names:app")
+    read_until(process, "reading")
+    process.terminate()
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    for name in ("ship/ship:ship", "orders[eu]:handle", "plant[/1]/t:read"):
+        assert f"settled: {name} x 1\n" in errors
+        assert f"settled: {name}: stopped" in errors
+
+
+def json_lines(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+WARNS = NAMES.replace(
+    "    print(",
+    """    import threading, warnings
+    warnings.warn("this is old")
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    print(""",
+)
+
+
+def test_with_log_json_standard_error_holds_only_json(start, project: Path) -> None:  # type: ignore[no-untyped-def]
+    """Defect D3: the banner, warnings, uncaught errors and the summary, too."""
+    (project / "warns.py").write_text(WARNS)
+    process = start("run", "warns:app", "--log-json")
+    read_until(process, "reading")
+    process.terminate()
+    _, errors = process.communicate(timeout=20)
+    lines = json_lines(errors)
+    told = [str(line["message"]) for line in lines]
+    assert "plant[/1]/t:read x 1" in told
+    assert any("this is old" in text for text in told)
+    assert any(text.startswith("ZeroDivisionError") for text in told)
+    assert lines[-1]["subscription"] == "plant[/1]/t:read"
+    assert lines[-1]["acked"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ("run shop:ap", 2, "did you mean shop:app?"),
+        ("run", 2, "MODULE:APP"),
+        ("run shop:app --performers 0", 2, "--performers"),
+        ("run shop:app --log-level loud", 2, "--log-level must be"),
+        ("serve --port 99999", 2, "--port"),
+        ("serve --host 256.0.0.1", 1, "256.0.0.1"),
+        ("bridge nats://127.0.0.1:1 memory:// --from orders", 2, "memory:// lives in one process"),
+        ("router run --config nowhere.toml", 2, "nowhere.toml"),
+        ("router run --url nats://127.0.0.1:1", 2, "cannot connect to 127.0.0.1:1"),
+    ],
+)
+def test_with_log_json_an_error_is_json_too(project: Path, arguments: str, code: int, text: str) -> None:
+    """Defect D3."""
+    result = run(project, *arguments.split(), "--log-json")
+    assert result.returncode == code
+    last = json_lines(result.stderr)[-1]
+    assert text in str(last["message"])
+    assert last["level"] == "error"
+
+
+@pytest.mark.parametrize("module", ["msgspec", "typer"])
+def test_ctrl_c_while_the_command_is_imported_prints_no_traceback(project: Path, module: str) -> None:
+    """Defect D3: the first 0.3 s of a command are imports."""
+    (project / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    result = run(project, "run", "shop:app")
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("url", ["nats://u:hush@127.0.0.1:1", "redis://:hush@127.0.0.1:1"])
+def test_an_app_run_by_a_script_tells_a_broker_that_is_away_in_one_short_error(
+    project: Path, url: str
+) -> None:
+    """Defect D3: 42 to 113 lines of tracebacks."""
+    script = APP.replace("App()", f"App({url!r})").partition("for number")[0] + "\napp.run()\n"
+    (project / "script.py").write_text(script)
+    result = subprocess.run(
+        [sys.executable, "script.py"], cwd=project, capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = result.stderr.splitlines()
+    assert result.returncode == 1
+    assert lines[-1].startswith("ConnectionError: ")
+    assert "127.0.0.1:1" in lines[-1]
+    assert len(lines) <= 8, result.stderr
+    assert "hush" not in result.stderr
 
 
 def test_reload_starts_anew_when_a_file_changes(start, project: Path) -> None:  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 import time
@@ -51,13 +52,14 @@ def bridge(
         int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on this port.")
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log as JSON, a line each.")] = False,
 ) -> None:
     """Carry messages from one broker to another until SIGINT or SIGTERM: at least once, once into the queue.
 
     Each is written under its own id, then acknowledged.
     """
     try:
-        observe_logging.configure(log_level)
+        observe_logging.configure(log_level, as_json=log_json)
         for url in (source, target):
             if split(url).scheme == "memory":
                 raise ConfigurationError(f"bridge: {url} lives in one process; a bridge is one of its own")
@@ -75,13 +77,13 @@ def bridge(
             grace=grace,
         )
         with _metrics(found, metrics_port):
-            asyncio.run(_run(found))
+            asyncio.run(_run(found, live=sys.stderr.isatty() and not log_json))
     except (ConfigurationError, ConnectionError) as error:
         _fail(str(error))
     typer.echo(str(found.totals))
 
 
-async def _run(found: Bridge) -> None:
+async def _run(found: Bridge, *, live: bool) -> None:
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -91,7 +93,7 @@ async def _run(found: Bridge) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    showing = asyncio.create_task(_show(found))
+    showing = asyncio.create_task(_show(found, live=live))
     try:
         await found.run(stop)
     finally:
@@ -100,9 +102,8 @@ async def _run(found: Bridge) -> None:
             await showing
 
 
-async def _show(found: Bridge) -> None:
+async def _show(found: Bridge, *, live: bool) -> None:
     """How far it is: one line that changes on a terminal, a line now and then through a pipe."""
-    live = sys.stderr.isatty()
     began, shown, last = time.monotonic(), 0, ""
     try:
         while True:
@@ -117,7 +118,7 @@ async def _show(found: Bridge) -> None:
                 sys.stderr.write(f"\r\x1b[K{line[:150]}")
                 sys.stderr.flush()
             elif line != last:
-                typer.echo(line, err=True)
+                observe_logging.tell(line)
             last = line
     finally:
         if live and last:
@@ -141,10 +142,10 @@ def _metrics(found: Bridge, port: int | None) -> Iterator[None]:
     except OSError as error:
         raise ConfigurationError(f"--metrics-port: cannot listen on port {port}: {error}") from error
     with serving as address:
-        typer.echo(f"metrics on {address}", err=True)
+        observe_logging.tell(f"metrics on {address}")
         yield
 
 
 def _fail(text: str) -> NoReturn:
-    typer.echo(f"settled: {' '.join(text.split())}", err=True)
+    observe_logging.tell(f"settled: {' '.join(text.split())}", logging.ERROR)
     raise typer.Exit(2)

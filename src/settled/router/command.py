@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 from collections.abc import Iterator
 from dataclasses import fields
@@ -43,7 +44,7 @@ def _config(path: Path | None, url: str | None) -> RouterConfig:
     try:
         found = RouterConfig() if path is None else RouterConfig.load(path)
     except ConfigurationError as error:
-        typer.echo(f"settled: {error}", err=True)
+        observe_logging.tell(f"settled: {error}", logging.ERROR)
         raise typer.Exit(2) from error
     return found if url is None else msgspec.structs.replace(found, url=url)
 
@@ -64,15 +65,15 @@ def run(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log as JSON, a line each.")] = False,
 ) -> None:
     """Consume results and acknowledgements until SIGINT or SIGTERM."""
-    settings = _config(config, url)
-    port = metrics_port if metrics_port is not None else settings.metrics_port
     try:
         observe_logging.configure(log_level, as_json=log_json)
+        settings = _config(config, url)
+        port = metrics_port if metrics_port is not None else settings.metrics_port
         router = Router(settings)
         with _metrics(router, port):
             healthy = asyncio.run(_serve(router))
     except (ConfigurationError, ConnectionError) as error:
-        typer.echo(f"settled: {error}", err=True)
+        observe_logging.tell(f"settled: {error}", logging.ERROR)
         raise typer.Exit(2) from error
     if not healthy:
         raise typer.Exit(1)
@@ -121,7 +122,7 @@ def simulate(
     try:
         asyncio.run(_simulate(settings, behaviour, seconds, rate))
     except (ConfigurationError, ConnectionError) as error:
-        typer.echo(f"settled: {error}", err=True)
+        observe_logging.tell(f"settled: {error}", logging.ERROR)
         raise typer.Exit(2) from error
 
 

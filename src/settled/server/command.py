@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from settled.observe import logging as observe_logging
+from settled.signals import ConfigurationError
+
 from .config import BODY_LIMIT, HOST, PORT
 
 
@@ -25,6 +28,8 @@ def serve(
         ),
     ] = None,
     body_limit: Annotated[int, typer.Option(help="Largest request body, in bytes.", min=1024)] = BODY_LIMIT,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log as JSON, a line each.")] = False,
 ) -> None:
     """Run the queue's HTTP server."""
     from settled.queue.embedded import EmbeddedError
@@ -33,11 +38,21 @@ def serve(
     from .process import WorkerFailed
     from .process import serve as run_server
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        run_server(host, port, workers, dsn, data, body_limit=body_limit, announce=_announce)
-    except (OSError, QueueError, EmbeddedError, WorkerFailed) as error:
-        typer.echo(f"settled: {error}", err=True)
+        observe_logging.configure(log_level, as_json=log_json)
+        run_server(
+            host,
+            port,
+            workers,
+            dsn,
+            data,
+            body_limit=body_limit,
+            announce=_announce,
+            log_level=log_level,
+            log_json=log_json,
+        )
+    except (OSError, QueueError, EmbeddedError, WorkerFailed, ConfigurationError) as error:
+        observe_logging.tell(f"settled: {error}", logging.ERROR)
         raise typer.Exit(1) from None
 
 

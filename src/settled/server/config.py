@@ -22,6 +22,8 @@ class Config(msgspec.Struct, frozen=True):
     board: str | None = None
     spool: str = ""
     index: int = 0
+    log_level: str = "info"
+    log_json: bool = False
 
 
 def default_workers() -> int:

@@ -40,6 +40,8 @@ def serve(
     body_limit: int = BODY_LIMIT,
     grace: float = GRACE,
     announce: Callable[[str], object] = print,
+    log_level: str = "info",
+    log_json: bool = False,
 ) -> None:
     """Run a server until it is told to stop (SIGTERM or SIGINT).
 
@@ -57,7 +59,15 @@ def serve(
             stack.callback(embedded.stop)
         count = workers or default_workers()
         board = stack.enter_context(tempfile.TemporaryDirectory(prefix="settled-")) if count > 1 else None
-        config = Config(dsn or embedded_dsn(embedded), body_limit, grace, board, str(home / "spool"))
+        config = Config(
+            dsn or embedded_dsn(embedded),
+            body_limit,
+            grace,
+            board,
+            str(home / "spool"),
+            log_level=log_level,
+            log_json=log_json,
+        )
         where = f"data in {home}" if embedded else "data in the Postgres of --dsn"
 
         def ready() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from settled.observe import logging as observe_logging
 from settled.queue.engine import Engine
 from settled.queue.errors import QueueError
 
@@ -103,9 +104,10 @@ async def _main(config: Config, listening: int, telling: int, lifeline: int) -> 
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = msgspec.json.decode(os.environ.pop(CONFIG), type=Config)
+    observe_logging.configure(given.log_level, as_json=given.log_json)
     try:
         run(_main(given, *map(int, sys.argv[1:4])))
     except QueueError as error:
-        sys.exit(f"settled: {error}")
+        observe_logging.tell(f"settled: {error}", logging.ERROR)
+        sys.exit(1)
