@@ -193,7 +193,7 @@ class Message(Generic[T]):
         return self._settler.settle(self._delivery, _ACK)
 
     def nak(self, delay: float | None = None) -> Awaitable[None]:
-        """Failed: comes again after `delay` seconds, by default after the broker's configured backoff."""
+        """Failed: comes again after `delay` seconds, by default after the backoff."""
         if delay is not None and not 0 <= delay < math.inf:
             raise ValueError(f"nak: delay must be 0 or more seconds, got {delay!r}")
         return self._settler.settle(self._delivery, Requeue(delay))

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, TypedDict
 
+from settled.backoff import Backoff
+
 
 class OnError(StrEnum):
     """What an exception that is no signal does to a message in implicit mode."""
 
     NAK = "nak"
-    """Failed: counts an attempt and comes again after the broker's backoff. Nothing is lost."""
+    """Failed: counts an attempt and comes again after the backoff. Nothing is lost."""
     ACK = "ack"
     """Acknowledged all the same; the log has the error."""
     DONT_ACK = "dont_ack"
@@ -39,6 +41,9 @@ class Policy:
     """What a plain exception does in implicit mode."""
     requeue_count: int = -1
     """Attempts a message has in all before it is rejected; -1 is unlimited."""
+    backoff: Backoff | None = None
+    """How long a message waits that failed without a delay of its own, along its attempts. None is what the
+    broker has configured for it, else `AFTER_NAK`: 1 s, doubled with every attempt, at most 60 s."""
     requeue_delay: float = 0.0
     """How long a `Defer` without a delay waits."""
     dont_ack_delay: float = 1.0
@@ -82,6 +87,8 @@ class Policy:
             "-1 (unlimited) or at least 1 attempt",
             lambda v: v == -1 or v >= 1,
         )
+        if self.backoff is not None and not isinstance(self.backoff, Backoff):
+            raise ValueError(f"policy: backoff must be None or a Backoff(initial=...), got {self.backoff!r}")
         if self.unacceptable_window is not None:
             _check(
                 "unacceptable_window",
@@ -116,6 +123,7 @@ class PolicyOptions(TypedDict, total=False):
     ack_on_delivery: bool
     on_error: OnError | Literal["nak", "ack", "dont_ack", "reject"]
     requeue_count: int
+    backoff: Backoff | None
     requeue_delay: float
     dont_ack_delay: float
     unacceptable_limit: int

@@ -46,7 +46,7 @@ class Nack:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Failed: counts an attempt and comes again after `delay`, or after the broker's backoff if None.
+    """Failed: counts an attempt and comes again after `delay`, or after the backoff if None.
 
     >>> Requeue(1e12) == Requeue(LONGEST_DELAY)
     True

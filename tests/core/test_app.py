@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from settled import App, ConfigurationError, DontAck, Message, Reject, Status, dont_ack_on_error
+from settled.clock import VirtualClock
 from settled.observe.logging import JsonFormatter, TextFormatter
-from settled.transports.base import Capabilities, NackMeans, Source
+from settled.policy import Policy
+from settled.pump import Reactor
+from settled.subscriber import subscribe
+from settled.transports.base import Capabilities, NackMeans, Outgoing, Source
 from settled.transports.memory import MemoryTransport
 from tests.conftest import Order
 
@@ -327,6 +331,29 @@ def test_a_plain_error_is_logged_with_its_traceback(app: App, log: pytest.LogCap
     (record,) = log.records
     assert (record.levelname, record.exc_info is not None) == ("ERROR", True)
     assert "acknowledged message_id=m" in record.getMessage()
+
+
+def test_the_same_error_again_and_again_shows_its_traceback_once_in_a_while(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    """Defect P1."""
+    clock, attempts = VirtualClock(), 0
+    transport = MemoryTransport(clock=clock)
+
+    def handle(order: Order) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 6:
+            reactor.stop()
+        raise ValueError("no such customer")
+
+    subscription = subscribe(handle, Source(channel="orders"), Policy())
+    reactor = Reactor(subscription, transport.channel(subscription.source), clock)
+    transport.publish(Outgoing(subject="orders", data=b'{"id":1}'))
+    reactor.run()
+    # 1, 2, 4, 8 and 16 s apart: within 10 s of a traceback there is no second one.
+    assert [record.exc_info is not None for record in log.records] == [True, False, False, False, True, True]
+    assert all("ValueError: no such customer" in record.getMessage() for record in log.records)
 
 
 def test_a_line_may_be_json() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from settled import Message
+from settled import Backoff, Message
 from settled.message import current_message
 from settled.pump.settlers import AwaitableSettler, BlockingSettler
 from settled.settlement import Leave
@@ -87,6 +87,27 @@ def test_nak_comes_again_after_its_delay_and_after_the_backoff_without_one(stage
     stage.run()
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert gaps == [30, 2, 4, 0]
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["implicit", "explicit"])
+def test_the_subscribers_own_backoff_goes_before_that_of_the_broker(stage: Stage, explicit: bool) -> None:
+    """Defect P1."""
+    times: list[float] = []
+
+    def fail(_: Order) -> None:
+        times.append(stage.rehearsal.clock.now())
+        if len(times) < 4:
+            raise ValueError("not yet")
+
+    def nak(message: Message[Order]) -> Any:
+        times.append(stage.rehearsal.clock.now())
+        return message.ack() if message.attempt == 4 else message.nak()
+
+    backoff = Backoff(initial=10, maximum=30, jitter=0)
+    stage.explicit(nak, backoff=backoff) if explicit else stage.implicit(fail, backoff=backoff)
+    stage.publish(1)
+    stage.run()
+    assert [b - a for a, b in itertools.pairwise(times)] == [10, 20, 30]
 
 
 def test_term_keeps_the_reason(stage: Stage) -> None:

@@ -35,6 +35,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
         ("shutdown_grace", "10"),
         ("on_error", "explode"),
         ("auto_ack", 1),
+        ("backoff", 5),
     ],
 )
 def test_a_wrong_value_is_refused_with_field_and_value(field: str, value: Any) -> None:

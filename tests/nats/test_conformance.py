@@ -34,12 +34,10 @@ class NatsBroker:
         self._desk: Desk = self._run(self._desk_context.__aenter__())
         self.queue = self._desk.subject()
         self._transport = NatsTransport(url)
-        config = ConsumerConfig(backoff=[LEASE], max_deliver=20)
+        config = ConsumerConfig(ack_wait=LEASE, max_deliver=20)
         self._source = Source(
             channel=self.queue,
-            settings=Durable(
-                stream=self._desk.stream, consumer="worker", create=True, config=config, jitter=0
-            ),
+            settings=Durable(stream=self._desk.stream, consumer="worker", create=True, config=config),
         )
         self._channels: list[Channel] = []
         self._run(self._transport.open())

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from nats.js.api import RetentionPolicy
 
-from settled import CloudEvent, Message
+from settled import App, CloudEvent, Message
 from tests.nats.conftest import Desk, running, until
 
 OnDesk = Callable[..., None]
@@ -140,6 +140,34 @@ def test_an_implicit_nak_waits_for_the_backoff_of_its_delivery(on_desk: OnDesk) 
         gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
         assert gaps == pytest.approx([0.3, 0.6, 0.9], abs=0.25)
         assert gaps[0] < gaps[1] < gaps[2]
+
+    on_desk(test)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["implicit", "explicit"])
+def test_on_a_consumer_without_a_backoff_a_failed_message_waits_a_second_then_two(
+    on_desk: OnDesk, explicit: bool
+) -> None:
+    """Defect P1: it was called thousands of times a second."""
+
+    async def test(desk: Desk) -> None:
+        app, at = App(f"{desk.url}?create=true"), []
+
+        async def fail(order: Order) -> None:
+            at.append(time.monotonic())
+            raise ValueError("never")
+
+        async def nak(message: Message[Order]) -> None:
+            at.append(time.monotonic())
+            await message.nak()
+
+        app.subscriber(desk.subject(), group="worker")(nak if explicit else fail)
+        await desk.put(b'{"id": 1}')
+        async with running(app):
+            await until(lambda: len(at) >= 3)
+        assert [later - earlier for earlier, later in itertools.pairwise(at)] == pytest.approx(
+            [1, 2], abs=0.5
+        )
 
     on_desk(test)
 

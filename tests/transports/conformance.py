@@ -269,11 +269,16 @@ class Conformance:
         assert again.attempt == 2
         queue.channel.ack(again)
 
-    def test_a_requeue_without_a_delay_waits_for_the_configured_backoff(self, queue: Queue) -> None:
+    def test_a_requeue_without_a_delay_waits_a_second_and_then_twice_as_long(self, queue: Queue) -> None:
+        """Defect P1: the same numbers on every broker, where nobody has configured others."""
         queue.publish(b"1")
         queue.channel.requeue(queue.one(), None)
         assert queue.empty()
-        queue.broker.wait(1.5)
+        queue.broker.wait(1.0)
+        queue.channel.requeue(queue.one(), None)
+        queue.broker.wait(1.2)
+        assert queue.empty()
+        queue.broker.wait(0.8)
         queue.channel.ack(queue.one())
 
     def test_a_delay_longer_than_any_broker_has_is_cut_and_is_still_a_delay(self, queue: Queue) -> None:

@@ -47,7 +47,7 @@ class MqttBroker:
     def __init__(self, server: Mosquitto) -> None:
         self.server = server
         self.queue = f"orders/{uuid.uuid4().hex[:8]}"
-        self.url = f"{server.url}?client_id={uuid.uuid4().hex[:8]}&backoff=1"
+        self.url = f"{server.url}?client_id={uuid.uuid4().hex[:8]}"
         self.portal = Portal("test")
         self.transport = MqttTransport(self.url)
         self.source = Source(channel=self.queue)

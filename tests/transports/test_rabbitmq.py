@@ -70,7 +70,7 @@ class RabbitBroker:
         self.queue = f"orders-{uuid.uuid4().hex[:8]}"
         self.settings = settings
         self.portal = Portal("test")
-        self.transport = RabbitTransport(f"{server.url}?create=true&backoff=1")
+        self.transport = RabbitTransport(f"{server.url}?create=true")
         self.source = Source(channel=self.queue, settings=settings)
         self.portal.run(self.transport.prepare(self.source))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from settled.handlers.backoff import Backoff
+from settled.backoff import Backoff
 from settled.handlers.layers import Layer, wrap
 from settled.message import current_message
 from settled.settlement import describe

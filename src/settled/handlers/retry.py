@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from settled.handlers.backoff import Backoff
+from settled.backoff import Backoff
 from settled.handlers.layers import Layer, wrap
 from settled.handlers.on_error import is_signal
 from settled.message import current_message

@@ -43,8 +43,11 @@ class Pump(Generic[C]):
         self._until_idle = until_idle
         self._clock = clock
         self._stop = Bell()
-        self._log = SettlementLog(subscription.source.channel)
-        self._settler: Settler = self.settler(channel)  # type: ignore[arg-type]
+        self._log = SettlementLog(subscription.source.channel, clock.now)
+        self._settler: Settler = self.settler(
+            channel,  # type: ignore[arg-type]
+            subscription.policy.backoff,
+        )
 
     def stop(self) -> None:
         """End after the message in hand; pauses end at once. Safe from any thread."""

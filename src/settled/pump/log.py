@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 
 from settled.message import Delivery
 from settled.settlement import Ack, Action, Leave, Nack, Reject, Requeue, Settlement, describe
@@ -13,11 +15,39 @@ logger = logging.getLogger("settled")
 _WORDS = {Ack: "acknowledged", Nack: "released", Requeue: "requeued", Reject: "rejected", Leave: "left"}
 
 
+# The same failure, time and again, shows its traceback so often; every line is logged all the same.
+TRACEBACK_EVERY = 10.0
+_FAILURES = 100
+
+
+class Tracebacks:
+    """Which failures have shown their traceback lately; the same is one of the same class and place."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._shown: dict[tuple[type[BaseException], str, int], float] = {}
+
+    def due(self, error: BaseException) -> BaseException | None:
+        """The error, if its traceback is to be shown."""
+        place = error.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        where = ("", 0) if place is None else (place.tb_frame.f_code.co_filename, place.tb_lineno)
+        key, now = (type(error), *where), self._now()
+        if now - self._shown.get(key, float("-inf")) < TRACEBACK_EVERY:
+            return None
+        if len(self._shown) >= _FAILURES:
+            self._shown.clear()
+        self._shown[key] = now
+        return error
+
+
 class SettlementLog:
     """What operators read. The fields are in the record's `settled` attribute too, for a JSON formatter."""
 
-    def __init__(self, channel: str) -> None:
+    def __init__(self, channel: str, now: Callable[[], float] = time.monotonic) -> None:
         self._channel = channel
+        self._tracebacks = Tracebacks(now)
 
     def settled(self, delivery: Delivery, settlement: Settlement) -> None:
         if not settlement.errors and isinstance(settlement.action, (Ack, Leave)):
@@ -54,7 +84,7 @@ class SettlementLog:
             level,
             "%s message_id=%s channel=%s attempt=%d signal=%s cause=%r",
             *fields.values(),
-            exc_info=error if plain and level >= logging.ERROR else None,
+            exc_info=self._tracebacks.due(error) if plain and error and level >= logging.ERROR else None,
             extra={"settled": fields},
         )
         if not plain and cause is not None and level >= logging.WARNING:
@@ -64,7 +94,7 @@ class SettlementLog:
                 self._channel,
                 signal,
                 describe(cause),
-                exc_info=cause,
+                exc_info=self._tracebacks.due(cause),
                 extra={"settled": {**fields, "event": "cause", "cause": describe(cause)}},
             )
 
@@ -80,7 +110,7 @@ class SettlementLog:
         logger.error(
             "%s, left to the broker message_id=%s channel=%s attempt=%d signal=%s cause=%r",
             *fields.values(),
-            exc_info=error,
+            exc_info=self._tracebacks.due(error),
             extra={"settled": fields},
         )
 

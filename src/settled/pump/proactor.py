@@ -67,7 +67,7 @@ class Proactor(Pump[AsyncChannel]):
         delivery = effect.delivery
         if delivery.claim():
             try:
-                done = perform(self.channel, delivery, effect.action)
+                done = perform(self.channel, delivery, effect.action, self.subscription.policy.backoff)
                 if done is not None:
                     await done
             except BaseException as error:

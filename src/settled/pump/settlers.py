@@ -7,14 +7,20 @@ import threading
 from collections.abc import Awaitable, Coroutine
 from typing import Any, assert_never
 
+from settled.backoff import Backoff
 from settled.message import DONE, Delivery
 from settled.pump.log import logger
 from settled.settlement import Ack, Action, Leave, Nack, Reason, Reject, Requeue
 from settled.transports.base import AsyncChannel, Capabilities, Channel
 
 
-def perform(channel: Channel | AsyncChannel, delivery: Delivery, action: Action) -> Awaitable[None] | None:
-    """The channel's call for an action; awaitable if the channel is."""
+def perform(
+    channel: Channel | AsyncChannel, delivery: Delivery, action: Action, backoff: Backoff | None = None
+) -> Awaitable[None] | None:
+    """The channel's call for an action; awaitable if the channel is.
+
+    The subscriber's `backoff` is how long a failed message waits that has no delay of its own.
+    """
     if not isinstance(action, Ack):
         action = _or_reject(channel.capabilities, delivery, action)
     match action:
@@ -24,6 +30,8 @@ def perform(channel: Channel | AsyncChannel, delivery: Delivery, action: Action)
             return channel.nack(delivery)
         case Requeue(delay, error):
             delivery.failure = error
+            if delay is None and backoff is not None:
+                delay = backoff.wait(delivery.attempt)
             return channel.requeue(delivery, delay)
         case Reject():
             return channel.reject(delivery, action)
@@ -47,15 +55,16 @@ def _or_reject(can: Capabilities, delivery: Delivery, action: Action) -> Action:
 class BlockingSettler:
     """Settles on a blocking channel, at once."""
 
-    __slots__ = ("_channel",)
+    __slots__ = ("_backoff", "_channel")
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, backoff: Backoff | None = None) -> None:
         self._channel = channel
+        self._backoff = backoff
 
     def settle(self, delivery: Delivery, action: Action) -> Awaitable[None]:
         if delivery.claim():
             try:
-                perform(self._channel, delivery, action)
+                perform(self._channel, delivery, action, self._backoff)
                 delivery.settled_as = action
             except BaseException:
                 delivery.reopen()
@@ -70,10 +79,11 @@ class BlockingSettler:
 class AwaitableSettler:
     """Settles on an awaitable channel: in the loop's own thread when awaited, in another thread at once."""
 
-    __slots__ = ("_channel", "_loop", "_thread")
+    __slots__ = ("_backoff", "_channel", "_loop", "_thread")
 
-    def __init__(self, channel: AsyncChannel) -> None:
+    def __init__(self, channel: AsyncChannel, backoff: Backoff | None = None) -> None:
         self._channel = channel
+        self._backoff = backoff
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
@@ -93,7 +103,7 @@ class AwaitableSettler:
         # Claimed only when awaited: an `ack()` that nobody awaits must not count as one.
         if delivery.claim():
             try:
-                done = perform(self._channel, delivery, action)
+                done = perform(self._channel, delivery, action, self._backoff)
                 if done is not None:
                     await done
                 delivery.settled_as = action

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from settled.backoff import AFTER_NAK
 from settled.message import Delivery
 from settled.settlement import Action, Nack, Reject, Requeue
 
@@ -165,6 +166,17 @@ class Publication(Awaitable[Published]):
         return self.result()
 
 
+def retry_delay(delay: float | None, configured: float | None, attempt: int) -> float:
+    """How long a failed message waits: as asked for, else as configured, else as everywhere.
+
+    >>> retry_delay(5, 3, attempt=2), retry_delay(None, 3, attempt=2), retry_delay(None, None, attempt=2)
+    (5, 3, 2.0)
+    """
+    if delay is not None:
+        return delay
+    return AFTER_NAK.wait(attempt) if configured is None else configured
+
+
 class LeaseLost(Exception):
     """The message is no longer this consumer's to settle: its lease ran out, or it is settled already."""
 
@@ -186,7 +198,10 @@ class Channel(Protocol):
         """Give it back now, to anyone; no attempt is counted where the broker allows that."""
 
     def requeue(self, delivery: Delivery, delay: float | None) -> None:
-        """It failed: count an attempt, bring it again after `delay`, or after the configured backoff."""
+        """It failed: count an attempt, and bring it again after `delay`.
+
+        None is the backoff that the broker or its settings have for it, else `AFTER_NAK`: see `retry_delay`.
+        """
 
     def reject(self, delivery: Delivery, rejection: Reject) -> None:
         """Move it to the dead letters, or to the invalid-message channel, and be done with it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
+from settled.backoff import AFTER_NAK
 from settled.message import Delivery, Metadata
 from settled.settlement import Action, Reason
 
@@ -23,9 +24,9 @@ class QueueOptions:
     """Whether an ordered lane waits for a failed message, or goes on without it."""
     retry_limit: int | None = None
     """Failures after which a message is dead; None is never."""
-    retry_delay: float = 1.0
+    retry_delay: float = AFTER_NAK.initial
     """The wait after the first failure; it doubles with each further one."""
-    retry_delay_max: float = 60.0
+    retry_delay_max: float = AFTER_NAK.maximum
 
     def __post_init__(self) -> None:
         for name in ("retry_delay", "retry_delay_max"):

@@ -14,7 +14,15 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from settled.message import Delivery
 from settled.settlement import Reject
-from settled.transports.base import Attempts, Capabilities, DelayMeans, LeaseLost, NackMeans, Source
+from settled.transports.base import (
+    Attempts,
+    Capabilities,
+    DelayMeans,
+    LeaseLost,
+    NackMeans,
+    Source,
+    retry_delay,
+)
 from settled.transports.kafka.commits import COMMIT_WITHIN, Commits, Wanted, uncommitted
 from settled.transports.kafka.lane import KafkaDelivery, Lane
 from settled.transports.kafka.records import headers_of
@@ -278,7 +286,7 @@ class KafkaChannel:
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         mine = _mine(delivery)
-        due = time.time() + (self._settings.backoff if delay is None else delay)
+        due = time.time() + retry_delay(delay, self._settings.backoff, mine.attempt)
         with self._lock:
             mine.home.fail(mine, due)
         await self.commits.now()

@@ -53,7 +53,8 @@ class KafkaTopic:
     """After so many seconds a message that nobody settled is handed out again; of a share group, how long
     the broker locks a record for a consumer (group.share.record.lock.duration.ms)."""
     backoff: float | None = None
-    """Seconds before a message comes again that failed without a delay of its own."""
+    """Seconds before a message comes again that failed without a delay of its own; None with the URL's is
+    the subscriber's backoff."""
     create: bool | None = None
     """Create the topic if it is missing, with the broker's default partitions and replicas."""
     max_attempts: int = 5
@@ -68,7 +69,7 @@ class Settled:
     share: bool
     ordered: bool
     lease: float
-    backoff: float
+    backoff: float | None
     create: bool
     max_attempts: int
 
@@ -80,7 +81,7 @@ class Address:
     servers: str
     properties: Mapping[str, str]
     lease: float
-    backoff: float
+    backoff: float | None
     create: bool
 
     @classmethod
@@ -112,7 +113,7 @@ class Address:
             servers=hosts,
             properties=query,
             lease=_seconds("lease", own.get("lease", "300"), least=0.1),
-            backoff=_seconds("backoff", own.get("backoff", "1"), least=0.0),
+            backoff=_seconds("backoff", own["backoff"], least=0.0) if "backoff" in own else None,
             create=_flag("create", own.get("create", "false")),
         )
 
@@ -176,7 +177,7 @@ class Address:
             create=self.create if given.create is None else given.create,
             max_attempts=given.max_attempts,
         )
-        if not found.lease > 0 or not found.backoff >= 0:
+        if not found.lease > 0 or (found.backoff is not None and not found.backoff >= 0):
             raise ConfigurationError(
                 f"subscriber {source.channel!r}: KafkaTopic needs lease > 0 and backoff >= 0 seconds, "
                 f"got lease={found.lease!r}, backoff={found.backoff!r}"

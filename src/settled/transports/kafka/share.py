@@ -24,7 +24,7 @@ from confluent_kafka import (
 
 from settled.message import Delivery, Metadata
 from settled.settlement import Reject
-from settled.transports.base import Capabilities, DelayMeans, LeaseLost, NackMeans, Source
+from settled.transports.base import Capabilities, DelayMeans, LeaseLost, NackMeans, Source, retry_delay
 from settled.transports.kafka.records import KEY, headers_of, identity, stored_at
 from settled.transports.kafka.settings import DEFAULT_GROUP, Settled
 from settled.transports.kafka.thread import Thread
@@ -170,7 +170,7 @@ class ShareChannel:
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         mine = self._claimed(delivery)
-        wait = min(self._settings.backoff if delay is None else delay, self._settings.lease / 2)
+        wait = min(retry_delay(delay, self._settings.backoff, mine.attempt), self._settings.lease / 2)
         if wait <= 0:
             await self._settle(mine, AcknowledgeType.RELEASE)
             return

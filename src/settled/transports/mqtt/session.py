@@ -34,7 +34,7 @@ class MqttTopic:
     session_expiry: float | None = None
     """How many seconds the broker keeps the session while nobody is connected; None is the URL's."""
     backoff: float | None = None
-    """How many seconds a failed message waits; None is the URL's."""
+    """How many seconds a failed message waits; None is the URL's, else the subscriber's backoff."""
     receive_maximum: int | None = None
     """How many messages may be unsettled at once; None is what the buffers have room for, at least 16."""
 

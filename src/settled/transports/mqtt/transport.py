@@ -25,6 +25,7 @@ from settled.transports.base import (
     Published,
     RejectMeans,
     Source,
+    retry_delay,
 )
 from settled.transports.letters import destination, letter
 from settled.transports.looped import LoopTransport
@@ -130,7 +131,7 @@ class MqttTransport(LoopTransport[Hub]):
         )
         self._client_id = options.get("client_id")
         self._expiry = _number("session_expiry", options.get("session_expiry", str(_WEEK)), 1)
-        self._backoff = _number("backoff", options.get("backoff", "1"), 0)
+        self._backoff = _number("backoff", options["backoff"], 0) if "backoff" in options else None
         self._unheard = _flag("unheard", options.get("unheard", "false"))
         self._hub: Hub | None = None
 
@@ -183,9 +184,11 @@ class MqttTransport(LoopTransport[Hub]):
             hub.sessions[own] = Session(self._login, own, topic, int(expiry), settings.receive_maximum)
         return hub.sessions[own]
 
-    def backoff(self, source: Source) -> float:
+    def retry_delay(self, source: Source, delivery: Delivery, delay: float | None = None) -> float:
+        """How long a failed message waits."""
         settings, _ = self._settings(source)
-        return self._backoff if settings.backoff is None else settings.backoff
+        configured = self._backoff if settings.backoff is None else settings.backoff
+        return retry_delay(delay, configured, delivery.attempt)
 
     def _settings(self, source: Source) -> tuple[MqttTopic, str]:
         settings = source.settings if source.settings is not None else MqttTopic()
@@ -251,7 +254,7 @@ class MqttChannel:
         self._ours().release(delivery)
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
-        self._ours().park(delivery, self._transport.backoff(self._source) if delay is None else delay)
+        self._ours().park(delivery, self._transport.retry_delay(self._source, delivery, delay))
 
     async def reject(self, delivery: Delivery, rejection: Reject) -> None:
         session = self._ours()
@@ -270,7 +273,7 @@ class MqttChannel:
         except LeaseLost:
             raise
         except Exception:
-            self._ours().retry(mine, self._transport.backoff(self._source))
+            self._ours().retry(mine, self._transport.retry_delay(self._source, mine))
             raise
 
     async def extend(self, delivery: Delivery) -> None:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo
 
+from settled.backoff import AFTER_NAK
 from settled.signals import ConfigurationError
 
 
@@ -141,12 +142,12 @@ class Consumer:
         return self.backoff[min(attempt, len(self.backoff)) - 1] if self.backoff else self.ack_wait
 
     def retry_delay(self, attempt: int, random: float) -> float:
-        """The configured backoff after the given delivery, varied by a random number from 0 to 1.
+        """The wait after the given delivery: the consumer's backoff, varied by a random number from 0 to 1.
 
         A plain nak ignores the backoff and comes back at once, so it has to be asked for.
         """
         if not self.backoff:
-            return 0.0
+            return AFTER_NAK.wait(attempt)
         return self.patience(attempt) * (1 + self.settings.jitter * (2 * random - 1))
 
     def asked_delay(self, attempt: int, delay: float) -> int:

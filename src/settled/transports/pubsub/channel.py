@@ -16,7 +16,15 @@ from google.pubsub_v1 import types as pubsub
 
 from settled.message import Delivery, Metadata
 from settled.settlement import Reject
-from settled.transports.base import Attempts, Capabilities, LeaseLost, Outgoing, Published, Source
+from settled.transports.base import (
+    Attempts,
+    Capabilities,
+    LeaseLost,
+    Outgoing,
+    Published,
+    Source,
+    retry_delay,
+)
 from settled.transports.letters import destination, letter
 from settled.transports.polling import Poll
 from settled.transports.pubsub.settings import Subscription
@@ -131,7 +139,7 @@ class PubSubChannel:
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         mine = self._mine(delivery)
-        wanted = math.ceil((self._settings.backoff or 0) if delay is None else delay)
+        wanted = math.ceil(retry_delay(delay, self._settings.backoff, mine.attempt))
         await mine.be_still()
         if wanted > _LONGEST_DEADLINE:
             await self._deadline(mine, _LONGEST_DEADLINE)

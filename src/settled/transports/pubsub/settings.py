@@ -14,7 +14,7 @@ class Subscription:
     wait: float | None = None
     """Seconds a pull may wait for a message."""
     backoff: float | None = None
-    """Seconds until a message comes again that failed without saying when."""
+    """Seconds until a message comes again that failed without saying when; else the subscriber's backoff."""
     create: bool | None = None
     """Make the topic, the subscription and those for dead letters, if they are not there."""
     ack_deadline: int | None = None
@@ -38,4 +38,4 @@ class Subscription:
         return replace(defaults, **changed)
 
 
-DEFAULTS = Subscription(wait=30.0, backoff=1.0, create=False, ack_deadline=60, max_attempts=100)
+DEFAULTS = Subscription(wait=30.0, create=False, ack_deadline=60, max_attempts=100)

@@ -23,6 +23,7 @@ from settled.transports.base import (
     NackMeans,
     RejectMeans,
     Source,
+    retry_delay,
 )
 from settled.transports.letters import destination, letter
 from settled.transports.rabbitmq.delivery import RabbitDelivery
@@ -208,7 +209,7 @@ class RabbitChannel:
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         mine, queue = self._mine(delivery), self._queue
-        wait = queue.backoff if delay is None else delay
+        wait = retry_delay(delay, queue.backoff, mine.attempt)
         native = delay is None if queue.retries else wait <= 0
         if queue.counts and native and not queue.gives_up(mine.counted):
             await mine.amqp.basic_reject(mine.tag, requeue=True)
@@ -345,7 +346,8 @@ class RabbitChannel:
         try:
             yield
         except Exception:
-            self._soon(self._queue.backoff, lambda: self._abandon(mine))
+            wait = retry_delay(None, self._queue.backoff, mine.attempt)
+            self._soon(wait, lambda: self._abandon(mine))
             raise
 
     async def _abandon(self, mine: RabbitDelivery) -> None:

@@ -36,7 +36,8 @@ class RabbitQueue:
     """How often a new quorum queue delivers again before it gives up; -1 never does, and None is the broker's
     own default. For an existing one, what a policy sets, which cannot be asked for."""
     backoff: float | None = None
-    """How many seconds a failed message waits; None does as the URL says."""
+    """How many seconds a failed message waits; None does as the URL says, else as the queue itself,
+    else as the subscriber."""
     native_dead_letters: bool = False
     """Let the queue's own dead-letter exchange have what is rejected. It is not told why."""
     prefetch: int | None = None
@@ -66,7 +67,8 @@ class Facts:
     """So many failed deliveries it forgives; the next one is the last."""
     retries: bool = False
     """Whether the queue itself delays what failed (RabbitMQ 4.3), by the backoff."""
-    backoff: float = 1.0
+    backoff: float | None = None
+    """How many seconds a failed message waits; None if nobody has said so."""
 
     @property
     def counts(self) -> bool:
@@ -91,7 +93,7 @@ async def prepare(
     dead: list[str],
     *,
     create: bool,
-    backoff: float,
+    backoff: float | None,
 ) -> Facts:
     """Look at the queue and at where its dead letters go, or make them; tell what is wrong."""
     if not await link.has_queue(name):
@@ -120,14 +122,15 @@ async def prepare(
             channel,
             name,
         )
+    own = _own_backoff(found or {})
     return Facts(
         name=name,
         settings=settings,
         type=kind,
         version=link.version,
         limit=_limit(found or {}, settings, link.version) if kind == "quorum" else None,
-        retries=_retries(found or {}, backoff),
-        backoff=backoff,
+        retries=own is not None and (backoff is None or _milliseconds(backoff) == _milliseconds(own)),
+        backoff=own if backoff is None else backoff,
     )
 
 
@@ -138,9 +141,12 @@ def _missing(name: str, whose: str) -> str:
     )
 
 
-def _retries(found: Mapping[str, Any], backoff: float) -> bool:
-    delays = found.get("x-delayed-retry-min"), found.get("x-delayed-retry-max")
-    return found.get("x-delayed-retry-type") == "failed" and delays == (_milliseconds(backoff),) * 2
+def _own_backoff(found: Mapping[str, Any]) -> float | None:
+    """The seconds by which the queue itself delays whatever failed, however often."""
+    least, most = found.get("x-delayed-retry-min"), found.get("x-delayed-retry-max")
+    if found.get("x-delayed-retry-type") != "failed" or least is None or least != most:
+        return None
+    return int(least) / 1000
 
 
 def _milliseconds(seconds: float) -> int:

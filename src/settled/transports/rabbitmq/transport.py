@@ -81,7 +81,7 @@ class RabbitTransport(LoopTransport[Link]):
             )
         self._create = _flag(options.get("create", "false"))
         self._exchange = options.get("exchange", "")
-        self._backoff = _seconds(options.get("backoff", "1"))
+        self._backoff = _seconds(options["backoff"]) if "backoff" in options else None
         self._address = f"{parts.hostname}:{port}"
         theirs = {
             name: option(parts.scheme, name, options[name], read)

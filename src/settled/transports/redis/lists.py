@@ -17,7 +17,15 @@ from redis.exceptions import RedisError
 
 from settled.message import Delivery
 from settled.settlement import Reject
-from settled.transports.base import Attempts, Capabilities, LeaseLost, Outgoing, RejectMeans, Source
+from settled.transports.base import (
+    Attempts,
+    Capabilities,
+    LeaseLost,
+    Outgoing,
+    RejectMeans,
+    Source,
+    retry_delay,
+)
 from settled.transports.letters import destination, letter
 from settled.transports.redis.settings import DEFAULT_GROUP, Reading
 from settled.transports.redis.streams import SLICE, new_mark
@@ -175,7 +183,7 @@ class ListChannel:
         await self._settle(mine, "nack", mine.element)
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
-        wait = self._settings.backoff if delay is None else delay
+        wait = retry_delay(delay, self._settings.backoff, delivery.attempt)
         mine = self._mine(delivery)
         await self._settle(mine, "requeue", mine.failed(), int(wait * 1000))
 

@@ -27,7 +27,8 @@ class RedisStream:
     lease: float | None = None
     """After so many seconds a message that nobody settled goes to any consumer of the group."""
     backoff: float | None = None
-    """Seconds before a message comes again that failed without a delay of its own."""
+    """Seconds before a message comes again that failed without a delay of its own; None with the URL's is
+    the subscriber's backoff."""
     create: bool | None = None
     """Create the stream and the group if they are missing."""
     start: str = "0"
@@ -43,7 +44,8 @@ class RedisList:
     lease: float | None = None
     """After so many seconds without a sign of life, a consumer's messages go to the others."""
     backoff: float | None = None
-    """Seconds before a message comes again that failed without a delay of its own."""
+    """Seconds before a message comes again that failed without a delay of its own; None with the URL's is
+    the subscriber's backoff."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Options:
     """What the URL says of everything read and written through it."""
 
     lease: float = 30.0
-    backoff: float = 1.0
+    backoff: float | None = None
     create: bool = False
     delete: bool = False
     lists: bool = False
@@ -66,7 +68,7 @@ class Reading:
 
     is_list: bool
     lease: float
-    backoff: float
+    backoff: float | None
     create: bool = False
     start: str = "0"
     delete: bool = False
@@ -87,7 +89,7 @@ def reading(source: Source, options: Options) -> Reading:
                 f"subscriber {source.channel!r}: source must be a RedisStream or a RedisList, got {other!r}"
             )
     lease, backoff = _or(given.lease, options.lease), _or(given.backoff, options.backoff)
-    if not lease > 0 or not backoff >= 0:
+    if not lease > 0 or (backoff is not None and not backoff >= 0):
         raise ConfigurationError(
             f"subscriber {source.channel!r}: {type(given).__name__} needs lease > 0 and backoff >= 0, in s, "
             f"got lease={lease!r}, backoff={backoff!r}"
@@ -106,7 +108,7 @@ def parse(url: str) -> tuple[Options, dict[str, Any]]:
     """Our own options of a URL, and what redis-py makes of the rest.
 
     >>> parse("redis://localhost:6379/2?lease=60&lists=true")[0]
-    Options(lease=60.0, backoff=1.0, create=False, delete=False, lists=True, maxlen=0)
+    Options(lease=60.0, backoff=None, create=False, delete=False, lists=True, maxlen=0)
     """
     parts = split(url)
     port_of(parts)

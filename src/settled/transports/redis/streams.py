@@ -19,7 +19,14 @@ from redis.exceptions import RedisError, ResponseError
 from settled.message import Delivery, Metadata
 from settled.settlement import Reject
 from settled.signals import ConfigurationError
-from settled.transports.base import Capabilities, LeaseLost, Outgoing, RejectMeans, Source
+from settled.transports.base import (
+    Capabilities,
+    LeaseLost,
+    Outgoing,
+    RejectMeans,
+    Source,
+    retry_delay,
+)
 from settled.transports.letters import destination, letter
 from settled.transports.redis.settings import DEFAULT_GROUP, Reading
 
@@ -216,7 +223,7 @@ class StreamChannel:
         await self._settle(delivery, "nack")
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
-        wait = self._settings.backoff if delay is None else delay
+        wait = retry_delay(delay, self._settings.backoff, delivery.attempt)
         await self._settle(delivery, "requeue", int(wait * 1000))
 
     async def reject(self, delivery: Delivery, rejection: Reject) -> None:

@@ -31,6 +31,7 @@ from settled.transports.base import (
     Published,
     RejectMeans,
     Source,
+    retry_delay,
 )
 from settled.transports.letters import destination, letter
 from settled.transports.polling import Poll
@@ -184,7 +185,7 @@ class ServiceBusChannel:
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         mine = _mine(delivery)
-        wait = (self._settings.backoff or 0.0) if delay is None else delay
+        wait = retry_delay(delay, self._settings.backoff, mine.attempt)
         if wait <= 0:
             await self._settle(mine, mine.receiver.abandon_message)
         elif self._holds:

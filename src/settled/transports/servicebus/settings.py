@@ -17,7 +17,7 @@ class Entity:
     idle: float | None = None
     """Seconds without a message until a session is left for the next one."""
     backoff: float | None = None
-    """Seconds until a message comes again that failed without saying when."""
+    """Seconds until a message comes again that failed without saying when; else the subscriber's backoff."""
     max_delivery_count: int | None = None
     """What the entity has for it; 10 if nobody said otherwise when it was made."""
 
@@ -33,7 +33,7 @@ class Entity:
         return replace(defaults, **changed)
 
 
-DEFAULTS = Entity(sessions=False, idle=1.0, backoff=1.0, max_delivery_count=10)
+DEFAULTS = Entity(sessions=False, idle=1.0, max_delivery_count=10)
 
 
 @dataclass(frozen=True, slots=True)

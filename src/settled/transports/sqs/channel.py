@@ -15,7 +15,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from settled.message import Delivery, Metadata
 from settled.settlement import Reject
-from settled.transports.base import Capabilities, LeaseLost, Outgoing, Published, Source
+from settled.transports.base import Capabilities, LeaseLost, Outgoing, Published, Source, retry_delay
 from settled.transports.letters import destination, letter
 from settled.transports.polling import Poll
 from settled.transports.sqs.queues import LONGEST_VISIBILITY, Found, Queue
@@ -135,7 +135,8 @@ class SqsChannel:
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         mine = self._mine(delivery)
-        wanted, longest = math.ceil((self._settings.backoff or 0) if delay is None else delay), mine.longest()
+        wanted = math.ceil(retry_delay(delay, self._settings.backoff, mine.attempt))
+        longest = mine.longest()
         if wanted > longest:
             logger.warning(
                 "sqs: %s: message %s asks for a delay of %d s; SQS hides a message for 12 h at most, so it "

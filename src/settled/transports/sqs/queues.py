@@ -20,7 +20,7 @@ class Queue:
     wait: int | None = None
     """Seconds a long poll may take."""
     backoff: float | None = None
-    """Seconds until a message comes again that failed without saying when."""
+    """Seconds until a message comes again that failed without saying when; else the subscriber's backoff."""
     create: bool | None = None
     """Make the queue, and the one for dead letters, if they are not there."""
 
@@ -38,7 +38,7 @@ class Queue:
         return replace(defaults, **changed)
 
 
-DEFAULTS = Queue(wait=20, backoff=1.0, create=False)
+DEFAULTS = Queue(wait=20, create=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

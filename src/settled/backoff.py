@@ -31,3 +31,7 @@ class Backoff:
         jitter = random.uniform(0, self.jitter) if self.jitter else 0.0  # noqa: S311
         # Past 2 ** 63 any base is over any maximum, and a float would overflow.
         return min(self.maximum, self.initial * self.base ** min(attempt - 1, 63) + jitter)
+
+
+AFTER_NAK = Backoff(initial=1.0, maximum=60.0, jitter=0.0)
+"""How long a failed message waits where neither its subscriber nor its broker says anything."""
