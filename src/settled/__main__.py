@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,36 @@ from settled._version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EXTRAS = {"run": "cli", "serve": "server", "bridge": "cli", "pipeline": "spark", "router": "router"}
-"""What each command needs to be installed."""
+EXTRAS = {"serve": "server", "pipeline": "spark", "router": "router"}
+"""The extra that a command needs; of the others, `cli` is enough."""
+
+
+def without_dsn(arguments: list[str]) -> tuple[list[str], str | None]:
+    """The arguments without `--dsn`, and its value: one with a password is not for the process list.
+
+    >>> without_dsn(["serve", "--dsn", "postgresql://ann:secret@host/shop", "--port", "0"])
+    (['serve', '--port', '0'], 'postgresql://ann:secret@host/shop')
+    """
+    kept: list[str] = []
+    dsn = None
+    given = iter(arguments)
+    for word in given:
+        name, equals, value = word.partition("=")
+        if name != "--dsn":
+            kept.append(word)
+        elif equals:
+            dsn = value
+        else:
+            dsn = next(given, None)
+    return kept, dsn
+
+
+def _hide_dsn() -> None:
+    """Start this process anew with the DSN in its environment, which other users cannot read."""
+    kept, dsn = without_dsn(sys.argv[1:])
+    if sys.argv[1:2] == ["serve"] and dsn and "@" in dsn:
+        again = [sys.executable, "-m", "settled", *kept]
+        os.execve(sys.executable, again, {**os.environ, "SETTLED_DSN": dsn})  # noqa: S606 - ourselves
 
 
 def main() -> None:
@@ -26,27 +55,34 @@ def _run() -> None:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"settled {__version__}\n")
         return
+    _hide_dsn()
     try:
         from settled.cli import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "watchfiles"):
             raise
         sys.exit("settled: the command line is an extra; install it with: pip install 'settled[cli]'")
-    as_json = "--log-json" in sys.argv
+    as_json = "--log-json" in sys.argv or _is_on("SETTLED_LOG_JSON")
     try:
         if as_json:
             sys.exit(_run_in_json(app))
         app(prog_name="settled")
     except ModuleNotFoundError as error:
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        if command not in EXTRAS or (error.name or "settled").partition(".")[0] == "settled":
+        if not command or (error.name or "settled").partition(".")[0] == "settled":
             raise
-        needs = f"{command} needs {error.name}"
-        told = f"settled: {needs}; run: pip install 'settled[{EXTRAS[command]}]'"
+        needs, extra = f"{command} needs {error.name}", EXTRAS.get(command, "cli")
+        told = f"settled: {needs}; run: pip install 'settled[{extra}]'"
         if not as_json:
             sys.exit(told)
         _tell(told)
         sys.exit(1)
+
+
+def _is_on(variable: str) -> bool:
+    """Whether `run` or `serve` is told so by the environment, in a word that click takes for a yes."""
+    said = os.environ.get(variable, "").strip().lower()
+    return sys.argv[1:2] in (["run"], ["serve"]) and said in ("1", "on", "t", "true", "y", "yes")
 
 
 def _run_in_json(app: Callable[..., int | None]) -> int | None:

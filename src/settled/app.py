@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ from settled.transports import connect
 from settled.transports.base import BrokerStatus, Outgoing, Publication, Reports, Source, Transport
 
 H = TypeVar("H", bound=Callable[..., Any])
+
+URL = "SETTLED_URL"
+"""The environment variable with the URL of an app that names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +66,9 @@ class AppStatus:
 
 
 class App:
-    """Handlers and a transport.
+    """Handlers and a transport: that of `url`, else of the variable SETTLED_URL, else in memory.
 
-    >>> app = App()
+    >>> app = App("memory://")
     >>> @app.subscriber("orders")
     ... def handle(order: dict) -> None:
     ...     print("got", order)
@@ -72,7 +76,7 @@ class App:
 
     def __init__(
         self,
-        url: str = "memory://",
+        url: str | None = None,
         *,
         policy: Policy | None = None,
         transport: Transport | None = None,
@@ -80,7 +84,7 @@ class App:
     ) -> None:
         self.clock: Clock = clock or SystemClock()
         self.policy = policy or Policy()
-        self.transport = transport or connect(url, self.clock)
+        self.transport = transport or connect(url or os.environ.get(URL) or "memory://", self.clock)
         self.subscriptions: list[Subscription] = []
         self._runner: Runner | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -37,11 +38,22 @@ def run(
         str, typer.Argument(metavar="MODULE:APP", help="Where the app is, e.g. shop.orders:app.")
     ],
     performers: Annotated[
-        int | None, typer.Option(min=1, help="How many pumps run each subscription; default: as it says.")
+        int | None,
+        typer.Option(
+            envvar="SETTLED_PERFORMERS",
+            min=1,
+            help="How many pumps run each subscription; default: as it says.",
+        ),
     ] = None,
-    reload: Annotated[bool, typer.Option("--reload", help="Start anew when a Python file changes.")] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log as JSON, a line each.")] = False,
+    reload: Annotated[
+        bool, typer.Option("--reload", envvar="SETTLED_RELOAD", help="Start anew when a Python file changes.")
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(envvar="SETTLED_LOG_LEVEL", help="debug, info, warning or error.")
+    ] = "info",
+    log_json: Annotated[
+        bool, typer.Option("--log-json", envvar="SETTLED_LOG_JSON", help="Log as JSON, a line each.")
+    ] = False,
 ) -> None:
     """Run an app until SIGINT or SIGTERM; then settle what is in hand and release the rest."""
     try:
@@ -99,12 +111,19 @@ def _pipeline() -> None:
     app.add_typer(pipeline, name="pipeline")
 
 
+def _publish() -> None:
+    from settled.commands.publish import publish
+
+    app.command()(publish)
+
+
 def _bridge() -> None:
     from settled.bridge.command import bridge
 
     app.command()(bridge)
 
 
+_publish()
 _add("serve", "server", _serve)
 _add("bridge", "cli", _bridge)
 _add("pipeline", "spark", _pipeline)
@@ -115,6 +134,7 @@ def _run_reloading() -> None:
     from watchfiles import PythonFilter, run_process
 
     arguments = [argument for argument in sys.argv[1:] if argument != "--reload"]
+    os.environ.pop("SETTLED_RELOAD", None)  # the process that is started anew watches nothing itself
     command = shlex.join([sys.executable, "-m", "settled", *arguments])
     observe_logging.tell("settled: watching for changes")
     run_process(".", target=command, target_type="command", watch_filter=PythonFilter(), sigint_timeout=15)

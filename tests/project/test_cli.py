@@ -282,8 +282,13 @@ def test_an_app_run_by_a_script_tells_a_broker_that_is_away_in_one_short_error(
     assert "hush" not in result.stderr
 
 
-def test_reload_starts_anew_when_a_file_changes(start, project: Path) -> None:  # type: ignore[no-untyped-def]
-    process = start("run", "shop:app", "--reload")
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_reload_starts_anew_when_a_file_changes(  # type: ignore[no-untyped-def]
+    start, project: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    if by == "variable":
+        monkeypatch.setenv("SETTLED_RELOAD", "1")
+    process = start("run", "shop:app", *(["--reload"] if by == "option" else []))
     read_until(process, "handling")
     time.sleep(0.5)
     (project / "shop.py").write_text(APP.replace('"handling"', '"now handling"'))

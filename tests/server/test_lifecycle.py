@@ -78,7 +78,7 @@ def test_a_port_that_is_taken_is_said_plainly(home: Path) -> None:
     [
         (["--dsn", "postgresql://nobody@127.0.0.1:1/none"], "", "database is unavailable"),
         (["--dsn", "postgresql://nobody@127.0.0.1:1/none", "--workers", "2"], "", "database is unavailable"),
-        (["--dsn", "mysql://x"], "", "invalid DSN"),
+        (["--dsn", "mysql://x"], "", "dsn: must be postgresql://"),
         (["--host", "203.0.113.1"], "", "cannot listen on 203.0.113.1"),
         ([], "short", "SETTLED_ENCRYPTION_KEY"),
     ],

@@ -8,10 +8,11 @@ import time
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import asyncpg
 
-from settled.queue.errors import QueueError, Unavailable
+from settled.queue.errors import BadRequest, QueueError, Unavailable
 from settled.queue.names import SCHEMA
 
 if TYPE_CHECKING:
@@ -65,6 +66,26 @@ def _load_queries() -> dict[str, str]:
 
 
 _QUERIES = _load_queries()
+
+
+def check_dsn(dsn: str) -> None:
+    """Refuse a DSN that no connection can be made with; its user, password and options are not shown.
+
+    >>> check_dsn("postgresql://ann:secret@127.0.0.1:port/shop")
+    Traceback (most recent call last):
+    settled.queue.errors.BadRequest: dsn: the port must be 1..65535, got 'postgresql://127.0.0.1:port/shop'
+    """
+    scheme, _, rest = dsn.partition("://")
+    shown = f"{scheme}://{rest.rpartition('@')[2]}".partition("?")[0] if rest else ""
+    if scheme not in ("postgresql", "postgres") or not rest:
+        raise BadRequest("dsn", shown, "must be postgresql://user@host:port/database")
+    try:
+        hosts = urlsplit(dsn).netloc.rpartition("@")[2].split(",")
+        ports = [urlsplit(f"//{host}").port for host in hosts]
+    except ValueError:
+        ports = [0]
+    if 0 in ports:
+        raise BadRequest("dsn", shown, "the port must be 1..65535")
 
 
 async def connect(dsn: str, **settings: str) -> asyncpg.Connection:
@@ -227,8 +248,11 @@ async def migrate(dsn: str) -> None:
     """Apply missing migrations, one starter at a time; refuse a schema newer than this program."""
     folder = resources.files("settled.queue").joinpath("schema")
     steps = sorted((f for f in folder.iterdir() if re.match(r"\d{3}_.*\.sql$", f.name)), key=lambda f: f.name)
+    check_dsn(dsn)
     try:
         connection = await connect(dsn)
+    except asyncpg.exceptions.ClientConfigurationError as error:
+        raise QueueError(f"dsn: {error}") from error
     except _GONE as error:
         raise Unavailable(str(error) or type(error).__name__) from error
     try:

@@ -13,25 +13,43 @@ from .config import BODY_LIMIT, HOST, PORT
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = HOST,
+    host: Annotated[str, typer.Option(envvar="SETTLED_HOST", help="Address to listen on.")] = HOST,
     port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+        int,
+        typer.Option(envvar="SETTLED_PORT", help="Port to listen on; 0 takes a free one.", min=0, max=65535),
     ] = PORT,
     workers: Annotated[
-        int | None, typer.Option(help="Server processes; by default a quarter of the cores.", min=1)
+        int | None,
+        typer.Option(
+            envvar="SETTLED_WORKERS", help="Server processes; by default a quarter of the cores.", min=1
+        ),
     ] = None,
-    dsn: Annotated[str | None, typer.Option(help="Use this Postgres instead of an embedded one.")] = None,
+    dsn: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SETTLED_DSN",
+            help="Use this Postgres instead of an embedded one; with a password, set the variable.",
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="The embedded Postgres's directory; by default SETTLED_HOME or the user's data directory."
+            envvar=["SETTLED_DATA", "SETTLED_HOME"],
+            help="The embedded Postgres's directory; by default the user's data directory.",
         ),
     ] = None,
-    body_limit: Annotated[int, typer.Option(help="Largest request body, in bytes.", min=1024)] = BODY_LIMIT,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log as JSON, a line each.")] = False,
+    body_limit: Annotated[
+        int, typer.Option(envvar="SETTLED_BODY_LIMIT", help="Largest request body, in bytes.", min=1024)
+    ] = BODY_LIMIT,
+    log_level: Annotated[
+        str, typer.Option(envvar="SETTLED_LOG_LEVEL", help="debug, info, warning or error.")
+    ] = "info",
+    log_json: Annotated[
+        bool, typer.Option("--log-json", envvar="SETTLED_LOG_JSON", help="Log as JSON, a line each.")
+    ] = False,
 ) -> None:
     """Run the queue's HTTP server."""
+    from settled.queue.db import check_dsn
     from settled.queue.embedded import EmbeddedError
     from settled.queue.errors import QueueError
 
@@ -40,6 +58,8 @@ def serve(
 
     try:
         observe_logging.configure(log_level, as_json=log_json)
+        if dsn is not None:
+            check_dsn(dsn)
         run_server(
             host,
             port,

@@ -1,0 +1,1 @@
+"""Commands for operators: publish a message, look at queues, deal with dead letters."""
