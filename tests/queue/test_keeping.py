@@ -402,15 +402,17 @@ def test_a_deleted_queue_takes_its_spark_readers_and_batches_with_it(dsn: str) -
 
 
 @with_engine
-async def test_options_are_checked_by_name_and_replaced_whole(engine: Engine) -> None:
+async def test_options_are_checked_by_name_and_merged(engine: Engine) -> None:
     first = await engine.configure("q", {"leaseTime": 5, "retry": "parked"}, namespace="n", task="t")
     assert (first.options.lease_time, first.options.retry, first.namespace) == (5, "parked", "n")
     second = await engine.configure("q", {"retryLimit": 7})
     assert (second.options.lease_time, second.options.retry_limit, second.queue_id) == (
-        300,
+        5,
         7,
         first.queue_id,
     )
+    whole = await engine.configure("q", {"retryLimit": 8}, replace=True)
+    assert (whole.options.lease_time, whole.options.retry, whole.namespace) == (300, "in_order", "")
     for bad in ({"leaseTime": 0}, {"retryLimit": -1}, {"retry": "never"}, {"priority": "high"}, {"colour": 1},
                 {"retentionEnabled": 1}, {"maxSize": True}, {"encryptionEnabled": 1}):  # fmt: skip
         with pytest.raises(BadRequest, match=next(iter(bad))):

@@ -280,7 +280,7 @@ async def test_max_size_counts_what_was_there_before_it_was_set(one: Engine, two
     await push(one, "q", "a", "b", "c")
     await one.configure("q", {"maxSize": 4000})
     await push(one, "q", "d")
-    await one.configure("q", {})
+    await one.configure("q", {"maxSize": None})
     await push(two, "q", *(f"x{i}" for i in range(10)))
     await one.configure("q", {"maxSize": 14})
     with pytest.raises(QueueFull, match="14 pending"):
@@ -293,7 +293,7 @@ async def test_a_limit_that_is_lifted_while_a_push_waits_does_not_refuse_it(engi
     room, queue = engine._core.room, engine._core.registry.queues["q"]
     counts = room.limited([PushItem("q", b"1")] * 5)
     assert counts == {queue: 5}
-    await engine.configure("q", {})
+    await engine.configure("q", {"maxSize": None})
     async with room.hold(counts):
         await push(engine, "q", *"abcde")
     assert len(await drain(engine, "q")) == 5

@@ -58,7 +58,6 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
         b'{"transactionId":"x","partitionId":"%b","status":"maybe"}' % UUID.encode(),
         "status must be one of completed, dlq, failed, retry, success, got 'maybe'",
     ),
-    ("/api/v1/ack", b'{"transactionId":"x","partitionId":"%b","error":"\\u0000"}' % UUID.encode(), "error"),
     ("/api/v1/ack/batch", b"{}", "acknowledgments is required"),
     (
         "/api/v1/ack/batch",
@@ -327,10 +326,55 @@ def test_the_dead_letters_page_for_real(http: Http, queue: str) -> None:
     assert http("GET", f"/api/v1/dlq?queue={queue}&from=2001-01-01").body["total"] == 5
 
 
-def test_reconfiguring_keeps_nothing_silently(http: Http, queue: str) -> None:
-    assert http.configure(queue, leaseTime=7)["options"]["leaseTime"] == 7
+def test_configuring_one_option_leaves_the_others_as_they_were(http: Http, queue: str) -> None:
+    """Defect Q13."""
+    first = http.configure(queue, leaseTime=7)["options"]
+    assert (first["leaseTime"], first["retryLimit"]) == (7, 3)
     again = http.configure(queue, retryLimit=9)["options"]
-    assert (again["leaseTime"], again["retryLimit"]) == (300, 9)
+    assert (again["leaseTime"], again["retryLimit"]) == (7, 9)
+    nulled = http.configure(queue, leaseTime=None)["options"]
+    assert (nulled["leaseTime"], nulled["retryLimit"]) == (300, 9)
+    body = {"queue": queue, "options": {"leaseTime": 8}, "mode": "replace"}
+    replaced = http("POST", "/api/v1/configure", body).body["options"]
+    assert (replaced["leaseTime"], replaced["retryLimit"]) == (8, 3)
+    refused = http("POST", "/api/v1/configure", {**body, "mode": "forget"})
+    assert refused.status == 400
+    assert "mode" in refused.body["error"]
+    assert http.configure(queue)["options"]["leaseTime"] == 8
+
+
+def test_configuring_keeps_namespace_and_task_that_are_not_said(http: Http, queue: str) -> None:
+    """Defect Q13; the peer's client sends null for both unless they are set."""
+
+    def configure(**fields: Any) -> tuple[str, str]:
+        answer = http("POST", "/api/v1/configure", {"queue": queue, **fields}).body
+        return answer["namespace"], answer["task"]
+
+    assert configure(namespace="shop", task="mail") == ("shop", "mail")
+    assert configure(options={"leaseTime": 9}) == ("shop", "mail")
+    assert configure(namespace=None, task="print") == ("shop", "print")
+    assert configure(namespace="") == ("", "print")
+    assert configure(mode="replace") == ("", "")
+
+
+@pytest.mark.parametrize("way", ["ack", "batch", "transaction"])
+@pytest.mark.parametrize("error", ["no such \x00 customer", "x" * 100_000], ids=["nul", "long"])
+def test_a_nack_is_taken_whatever_its_error_says(http: Http, queue: str, way: str, error: str) -> None:
+    """Defect Q18."""
+    http.configure(queue, retryLimit=1)
+    http.push(queue, 1)
+    [message] = http.pop(queue)["messages"]
+    nack = ack_of(message, "failed", error=error)
+    match way:
+        case "ack":
+            answer = http("POST", "/api/v1/ack", nack)
+        case "batch":
+            answer = http("POST", "/api/v1/ack/batch", {"acknowledgments": [nack]})
+        case _:
+            answer = http("POST", "/api/v1/transaction", {"operations": [{"type": "ack", **nack}]})
+    assert answer.status == 200, answer
+    [dead] = http("GET", "/api/v1/dlq", queue=queue).body["messages"]
+    assert dead["errorMessage"] == error.replace("\x00", "")[:10_000]
 
 
 def test_a_long_body_is_413(http: Http) -> None:

@@ -207,14 +207,21 @@ class Queue(Generic[T]):
         return await self._api.dead_letters(params)
 
     @operation
-    async def create(self, /, **options: Any) -> dict[str, Any]:
-        """Create or configure the queue; options as the server names them, or in snake_case."""
-        body = {
+    async def create(self, /, *, replace: bool = False, **options: Any) -> dict[str, Any]:
+        """Create the queue, or change the options given: as the server names them, or in snake_case.
+
+        What is left out keeps its value, and None resets an option; `replace=True` resets all left out.
+        """
+        body: dict[str, Any] = {
             "queue": self._required(),
-            "namespace": self._namespace,
-            "task": self._task,
             "options": {_camel(key): value for key, value in options.items()},
         }
+        if replace:
+            body["mode"] = "replace"
+        if self._namespace is not None:
+            body["namespace"] = self._namespace
+        if self._task is not None:
+            body["task"] = self._task
         configured: dict[str, Any] = await self._api.json("POST", "/api/v1/configure", body)
         return configured
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from settled.queue import sealing
 from settled.queue.db import sql
 from settled.queue.errors import NotFound
 from settled.queue.lanes import check_name
-from settled.queue.options import parse_options
+from settled.queue.options import QueueOptions, parse_options
 from settled.queue.poll import parse_time
 from settled.queue.types import DEFAULT_PARTITION, Configured, Maintenance
 
@@ -21,23 +23,30 @@ if TYPE_CHECKING:
 
 
 async def configure(
-    core: Core, name: str, options: Mapping[str, Any] | None, namespace: str | None, task: str | None
+    core: Core,
+    name: str,
+    options: Mapping[str, Any] | None,
+    namespace: str | None,
+    task: str | None,
+    replace: bool,
 ) -> Configured:
-    """Create or replace a queue's configuration."""
+    """Create a queue or change its configuration."""
     check_name("queue", name)
     for field, value in (("namespace", namespace), ("task", task)):
         if value:
             check_name(field, value)
-    parsed = parse_options(name, options or {})
-    if parsed.encryption_enabled:
+    changes = parse_options(name, options or {})
+    if changes.get("encryptionEnabled"):
         sealing.check(name)
     await core.pool.fetch(
-        "select configure($1, $2, $3, $4, $5)",
+        "select configure($1, $2, $3, $4, $5, $6, $7)",
         core.worker,
         name,
-        namespace or "",
-        task or "",
-        parsed.to_json().decode(),
+        namespace,
+        task,
+        QueueOptions().to_json().decode(),
+        msgspec.json.encode(changes).decode(),
+        replace,
     )
     queue = await core.registry.queue(name, fresh=True)
     lane = await core.registry.lane(name, DEFAULT_PARTITION)

@@ -130,9 +130,13 @@ class Engine:
         *,
         namespace: str | None = None,
         task: str | None = None,
+        replace: bool = False,
     ) -> Configured:
-        """Create or replace a queue's configuration; an option that is missing goes back to its default."""
-        return await admin.configure(self._core, queue, options, namespace, task)
+        """Create a queue, or change the options given; None resets one, `replace` all that are missing.
+
+        `namespace` and `task` keep their value where they are None, and are taken away by an empty text.
+        """
+        return await admin.configure(self._core, queue, options, namespace, task, replace)
 
     async def queues(self, *, namespace: str | None = None, task: str | None = None) -> list[QueueStats]:
         """All queues with their figures."""

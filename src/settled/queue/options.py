@@ -62,18 +62,23 @@ class QueueOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
         return msgspec.json.encode(self)
 
 
-def parse_options(queue: str, raw: Mapping[str, Any]) -> QueueOptions:
-    """Check options given with the API's names; a bad one is refused by name, a missing one gets its default.
+def parse_options(queue: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Check options given with the API's names; a bad one is refused by name, None stands for the default.
 
-    >>> parse_options("orders", {"leaseTime": 30}).lease_time
-    30
+    >>> parse_options("orders", {"leaseTime": 30, "retryLimit": None})
+    {'leaseTime': 30, 'retryLimit': 3}
     """
     fields = {f.encode_name: f for f in msgspec.structs.fields(QueueOptions)}
+    parsed: dict[str, Any] = {}
     for name, value in raw.items():
         if name not in fields:
             raise BadRequest(
                 f"queue {queue!r}: options.{name}", value, f"unknown option; known are {', '.join(fields)}"
             )
+        if value is None:
+            parsed[name] = fields[name].default
+            continue
+        parsed[name] = value
         if name == "retry":
             if value not in ("in_order", "parked"):
                 raise BadRequest(f"queue {queue!r}: options.retry", value, "must be in_order or parked")
@@ -84,4 +89,4 @@ def parse_options(queue: str, raw: Mapping[str, Any]) -> QueueOptions:
                 raise BadRequest(f"queue {queue!r}: options.{name}", value, hint)
         elif not isinstance(value, bool):
             raise BadRequest(f"queue {queue!r}: options.{name}", value, "must be true or false")
-    return msgspec.convert(dict(raw), QueueOptions)
+    return parsed

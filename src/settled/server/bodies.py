@@ -81,12 +81,17 @@ class ExtendBody(Body):
 
 
 class ConfigureBody(Body):
-    """POST /api/v1/configure."""
+    """POST /api/v1/configure: an option that is null is reset, one that is missing keeps its value.
+
+    So do `namespace` and `task`, which an empty string takes away. With `mode` `replace` all that is missing
+    is reset.
+    """
 
     queue: str
     namespace: str | None = None
     task: str | None = None
     options: dict[str, Any] | None = None
+    mode: Literal["merge", "replace"] | None = None
 
 
 class SeekBody(Body):

@@ -189,7 +189,11 @@ class Queues:
             if value:
                 name(value, field)
         result = await self._engine.configure(
-            name(body.queue, "queue"), body.options, namespace=body.namespace, task=body.task
+            name(body.queue, "queue"),
+            body.options,
+            namespace=body.namespace,
+            task=body.task,
+            replace=body.mode == "replace",
         )
         return ok(answers.configured(result))
 

@@ -150,7 +150,7 @@ def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: En
         post(
             "/api/v1/configure",
             q.configure,
-            "Create or configure a queue.",
+            "Create a queue, or change its options: what is left out keeps its value.",
             A(queues.ConfiguredQueue, (404, 409)),
             bodies.ConfigureBody,
         ),

@@ -1,11 +1,18 @@
--- Create a queue or replace its configuration, and tell the other workers.
-create function configure(p_worker text, p_name text, p_namespace text, p_task text, p_options jsonb) returns bigint
+-- Create a queue, or change its configuration, and tell the other workers. p_options are the options to change; the others keep
+-- their value, as namespace and task do where they are null. A new queue, and with p_replace a known one, begins with p_defaults.
+create function configure(
+    p_worker text, p_name text, p_namespace text, p_task text, p_defaults jsonb, p_options jsonb, p_replace boolean
+) returns bigint
 language plpgsql as $$
 declare
     v_id bigint;
 begin
-    insert into queue (name, namespace, task, options) values (p_name, p_namespace, p_task, p_options)
-        on conflict (name) do update set namespace = p_namespace, task = p_task, options = p_options
+    insert into queue as q (name, namespace, task, options)
+    values (p_name, coalesce(p_namespace, ''), coalesce(p_task, ''), p_defaults || p_options)
+        on conflict (name) do update
+       set namespace = case when p_replace then excluded.namespace else coalesce(p_namespace, q.namespace) end,
+           task = case when p_replace then excluded.task else coalesce(p_task, q.task) end,
+           options = case when p_replace then excluded.options else p_defaults || q.options || p_options end
     returning id into v_id;
     insert into lane (queue_id, name) values (v_id, 'Default') on conflict (queue_id, name) do nothing;
     delete from room where queue_id = v_id;  -- without a limit nobody counted
