@@ -12,6 +12,8 @@ from settled import signals
 from settled.policy import OnError, Policy
 
 LONGEST_DELAY = 365 * 86_400.0
+ERROR_LIMIT = 10_000
+"""Characters that are kept of an error."""
 
 
 class Reason(StrEnum):
@@ -328,10 +330,10 @@ def describe(error: BaseException) -> str:
     return storable(f"{name}: {text}") if text else name
 
 
-def storable(text: str) -> str:
-    """Text that every broker and database takes: no NUL, and no half of a character.
+def storable(text: str, limit: int = ERROR_LIMIT) -> str:
+    """Text that every broker and database takes: not too long, no NUL, and no half of a character.
 
     >>> storable("no such \\0customer \\ud800")
     'no such customer \\\\ud800'
     """
-    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "")
+    return text[:limit].encode("utf-8", "backslashreplace").decode().replace("\0", "")

@@ -257,6 +257,46 @@ def test_consume_calls_back_and_stops_at_the_limit(server: RunningServer, queue:
     run(server, work)
 
 
+def test_consume_goes_on_after_an_error_with_a_nul_and_one_larger_than_a_request(
+    server: RunningServer, queue: str
+) -> None:
+    """Defect Q18."""
+
+    async def work(client: Client) -> None:
+        jobs = client.queue(queue, int)
+        await jobs.create(retry_limit=1)
+        await jobs.push_all([1, 2, 3])
+        errors = {1: "a \0 b", 2: "x" * 17_000_000}
+
+        async def handle(message: Message[int]) -> None:
+            if message.data in errors:
+                raise ValueError(errors[message.data])
+
+        async def failed(message: Message[int], error: Exception) -> None:
+            await client.nack(message, str(error))
+
+        consumer = jobs.group("w").limit(3).consume(handle).on_success(client.ack).on_error(failed)
+        assert await consumer == 3
+        page = await jobs.group("w").get_dlq()
+        assert sorted(len(m.error_message or "") for m in page.messages) == [4, 10_000]
+
+    run(server, work)
+
+
+def test_errors_of_a_batch_are_shortened_together(server: RunningServer, queue: str) -> None:
+    """Defect Q18."""
+
+    async def work(client: Client) -> None:
+        jobs = client.queue(queue, int)
+        await jobs.create(retry_limit=1)
+        await jobs.push_all(range(1700))
+        messages = await jobs.batch(1700).pop()
+        await client.ack_batch([(message, "x" * 10_000) for message in messages])
+        assert (await jobs.get_dlq()).total == 1700
+
+    run(server, work)
+
+
 def test_consume_a_batch_at_a_time_until_idle(server: RunningServer, queue: str) -> None:
     async def work(client: Client) -> None:
         await client.queue(queue).push_all(range(25))

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from settled.settlement import storable
+from settled.settlement import ERROR_LIMIT, storable
 
 from .errors import ClientError, Refused, Uncertain, Unsettled
 from .messages import DeadLetters, Message, Outgoing, Popped, Pushed, Settled
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_GROUP = "__QUEUE_MODE__"
+ERRORS_LIMIT = 500_000
+"""Characters of all errors in one request."""
 
 _popped = msgspec.json.Decoder(Popped)
 _pushed = msgspec.json.Decoder(list[Pushed])
@@ -84,7 +86,10 @@ class Api:
         """POST /api/v1/ack/batch."""
         if not items:
             return []
-        acks = [{**_ack(m, status, error, None), "consumerGroup": m.group} for m, status, error in items]
+        acks = [
+            {**_ack(m, status, error, None, len(items)), "consumerGroup": m.group}
+            for m, status, error in items
+        ]
         body = {"acknowledgments": acks, "atomic": atomic, "consumerGroup": items[0][0].group}
         try:
             return _settled_list.decode(await self.wire.call("POST", "/api/v1/ack/batch", body))
@@ -116,13 +121,20 @@ class Api:
         return msgspec.json.decode(answer) if answer else None
 
 
-def _ack(message: Message[Any], status: str, error: str | None, delay: float | None) -> dict[str, Any]:
+def shortened(error: str | None, together: int = 1) -> str | None:
+    """An error as it is sent with so many others: a request may not become too large because of them."""
+    return None if error is None else storable(error, min(ERROR_LIMIT, ERRORS_LIMIT // together))
+
+
+def _ack(
+    message: Message[Any], status: str, error: str | None, delay: float | None, together: int = 1
+) -> dict[str, Any]:
     return {
         "transactionId": message.transaction_id,
         "partitionId": message.partition_id,
         "leaseId": message.lease_id,
         "status": status,
-        "error": None if error is None else storable(error),
+        "error": shortened(error, together),
         "delaySeconds": delay,
     }
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from settled.settlement import storable
-
+from .api import shortened
 from .face import AsyncFace, SyncFace, operation
 from .messages import outgoing
 
@@ -51,7 +50,7 @@ class Transaction:
                     "leaseId": message.lease_id,
                     "consumerGroup": message.group,
                     "status": status,
-                    "error": None if error is None else storable(error),
+                    "error": shortened(error, len(messages)),
                 }
             )
         return self

@@ -6,12 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from settled.queue.types import AckItem, AckResult
+from settled.settlement import storable
 
 if TYPE_CHECKING:
     from settled.queue.lanes import Lane
     from settled.queue.leases import Lease
 
-ERROR_LIMIT = 10_000
 LEASE_LOST = "Lease validation failed: Invalid or expired lease"
 
 
@@ -26,7 +26,7 @@ class Mark:
         self.lease = lease
         self.seq = seq
         self.kind = kind
-        self.error = item.error[:ERROR_LIMIT].replace("\0", "") if item.error else item.error
+        self.error = None if item.error is None else storable(item.error)
         self.delay = item.delay
         self.result: AckResult | None = None
 

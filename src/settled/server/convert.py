@@ -14,7 +14,7 @@ import msgspec
 from settled.queue.types import JSON, QUEUE_MODE, AckItem, AckOp, PushItem, PushOp
 
 from .exchange import bad
-from .parse import ERROR_LIMIT, NAME_LIMIT, name, uuid_of
+from .parse import NAME_LIMIT, name, uuid_of
 
 if TYPE_CHECKING:
     from msgspec import Raw
@@ -145,8 +145,6 @@ def ack_item(body: bodies.AckBody, at: str, group: str | None) -> AckItem:
     transaction_id = body.transaction_id
     if not 0 < len(transaction_id) <= 255 or "\x00" in transaction_id:
         name(transaction_id, f"{at}transactionId")
-    if body.error is not None and "\x00" in body.error:
-        raise bad(f"{at}error", "must not contain NUL")
     own = body.consumer_group or group or QUEUE_MODE
     if len(own) > 255 or "\x00" in own:
         name(own, f"{at}consumerGroup")
@@ -158,7 +156,7 @@ def ack_item(body: bodies.AckBody, at: str, group: str | None) -> AckItem:
         partition_id(body.partition_id, f"{at}partitionId"),
         body.status or "completed",
         lease_id,
-        None if body.error is None else body.error[:ERROR_LIMIT],
+        body.error,
         _delay(body.delay_seconds, f"{at}delaySeconds"),
         own,
     )

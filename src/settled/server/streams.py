@@ -13,7 +13,7 @@ from . import answers, bodies
 from .convert import partition_id, push_items
 from .exchange import Answer, Request, bad, ok
 from .openapi import Time
-from .parse import ERROR_LIMIT, decode, name
+from .parse import decode, name
 
 if TYPE_CHECKING:
     from settled.queue.engine import Engine
@@ -145,14 +145,12 @@ class Streams:
 
 
 def _ack(ack: bodies.CycleAck) -> CycleAck:
-    if ack.error is not None and "\x00" in ack.error:
-        raise bad("ack.error", "must not contain NUL")
     return CycleAck(
         name(ack.transaction_id, "ack.transactionId"),
         ack.lease_id or None,
         ack.status or "completed",
         ack.count,
-        None if ack.error is None else ack.error[:ERROR_LIMIT],
+        ack.error,
     )
 
 

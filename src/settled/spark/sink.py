@@ -19,6 +19,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from settled.queue import sealing, segment
 from settled.queue.errors import Conflict, QueueFull
 from settled.queue.manifest import SQL, Link, Reader, Settled
+from settled.settlement import storable
 from settled.spark.attempts import ACK, DEAD, INVALID, RELEASE, RETRY
 from settled.spark.broker import Broker, broker_of
 from settled.spark.rows import stored
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("settled.spark")
 OUTCOMES = {ACK, RETRY, RELEASE, DEAD, INVALID}
 SEGMENT_MESSAGES, SEGMENT_BYTES = 1_000, 1_000_000
-ERROR_LIMIT = 10_000
 ROOM_WITHIN = 30.0
 """Seconds a batch waits for room in the queue that its results go to."""
 NO_REASON = "rejected, without an error"
@@ -109,7 +109,7 @@ class Staging:
         if lane in self._held or (outcome == RELEASE and row["error"] is None and row["delay"] is None):
             self._release(lane, seq)
         else:
-            error = row["error"][:ERROR_LIMIT].replace("\0", "") if row["error"] else row["error"]
+            error = None if row["error"] is None else storable(row["error"])
             if error is None and outcome in (DEAD, INVALID):
                 error = NO_REASON
             headers = msgspec.json.encode(stored(dict(row["headers"]))) if row["headers"] else b""
