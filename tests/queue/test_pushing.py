@@ -10,6 +10,7 @@ import pytest
 
 from settled.queue import dedup
 from settled.queue.engine import Engine
+from settled.queue.errors import PartlyStored
 from settled.queue.types import BadRequest, PushItem, PushOp, QueueFull
 from tests.queue.helpers import drain, ids, pop, push, settle, with_engine, with_engines
 
@@ -346,3 +347,31 @@ async def test_pushes_to_a_queue_that_is_deleted_meanwhile_are_answered(one: Eng
         await asyncio.sleep(0.02)
     stop.set()
     assert all(await asyncio.gather(*tasks))
+
+
+@with_engine
+async def test_a_push_that_fails_for_one_partition_says_what_is_stored(engine: Engine) -> None:
+    """Defect Q8."""
+    await push(engine, "q", "first", partition="bad")
+    async with engine._core.pool.transaction() as connection:
+        lane = await connection.fetchval("select id from lane where name = 'bad'")
+        await connection.execute("""
+            create function refuse() returns trigger language plpgsql as
+            $$ begin raise exception 'no more of this'; end $$""")
+        await connection.execute(f"""
+            create trigger refuse before insert on segment for each row
+            when (new.lane_id = {lane}) execute function refuse()""")
+    items = [
+        PushItem("q", b"1", partition, name) for name, partition in (("a", "x"), ("b", "bad"), ("c", "y"))
+    ]
+    with pytest.raises(PartlyStored, match="2 of 3 items are stored") as refused:
+        await engine.push(items)
+    assert [(r.transaction_id, r.status) for r in refused.value.results] == [
+        ("a", "queued"),
+        ("b", "failed"),
+        ("c", "queued"),
+    ]
+    assert sorted(await drain(engine, "q")) == ["a", "c", "first"]
+    async with engine._core.pool.transaction() as connection:
+        await connection.execute("drop trigger refuse on segment")
+    assert [r.status for r in await engine.push(items)] == ["duplicate", "queued", "duplicate"]

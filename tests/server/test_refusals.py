@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import uuid
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from settled.queue.db import connect
+from settled.server.testing import RunningServer
 from tests.server.http import Answer, Http, ack_of
 
 UUID = str(uuid.uuid4())
@@ -375,6 +378,48 @@ def test_a_nack_is_taken_whatever_its_error_says(http: Http, queue: str, way: st
     assert answer.status == 200, answer
     [dead] = http("GET", "/api/v1/dlq", queue=queue).body["messages"]
     assert dead["errorMessage"] == error.replace("\x00", "")[:10_000]
+
+
+def test_a_push_that_fails_for_one_partition_says_what_is_stored(
+    server: RunningServer, http: Http, queue: str
+) -> None:
+    """Defect Q8."""
+    dsn = next(line.split()[1] for line in server.output if line.startswith("database "))
+    bad = http.push(queue, "first", partition="bad")[0]["partition_id"]
+
+    async def execute(*statements: str) -> None:
+        connection = await connect(dsn)
+        try:
+            for statement in statements:
+                await connection.execute(statement)
+        finally:
+            await connection.close()
+
+    asyncio.run(
+        execute(
+            "create or replace function refuse() returns trigger language plpgsql as "
+            "$$ begin raise exception 'no more of this'; end $$",
+            f"""do $$ begin execute format('create trigger refuse before insert on segment for each row
+                when (new.lane_id = %s) execute function refuse()',
+                (select id from lane where uid = '{bad}')); end $$""",
+        )
+    )
+    try:
+        items = [
+            {"queue": queue, "partition": p, "payload": p, "transactionId": p} for p in ("x", "bad", "y")
+        ]
+        answer = http("POST", "/api/v1/push", {"items": items})
+    finally:
+        asyncio.run(execute("drop trigger refuse on segment"))
+    assert answer.status == 503
+    assert "2 of 3 items are stored" in answer.body["error"]
+    assert [(r["transaction_id"], r["status"]) for r in answer.body["results"]] == [
+        ("x", "queued"),
+        ("bad", "failed"),
+        ("y", "queued"),
+    ]
+    again = http("POST", "/api/v1/push", {"items": items}).body
+    assert [r["status"] for r in again] == ["duplicate", "queued", "duplicate"]
 
 
 def test_a_long_body_is_413(http: Http) -> None:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from settled.queue.types import PushResult
+
 
 class QueueError(Exception):
     """Any refusal or failure of the queue."""
@@ -50,6 +57,20 @@ class Unavailable(QueueError):
     def __init__(self, why: str, retry_after: float = 1.0) -> None:
         super().__init__(f"the queue's database is unavailable: {why}")
         self.retry_after = retry_after
+
+
+class PartlyStored(Unavailable):
+    """A push over several partitions of which a part is stored; `results` says what became of each item."""
+
+    def __init__(self, results: Sequence[PushResult], cause: Exception) -> None:
+        stored = sum(result.status not in ("failed", "unknown") for result in results)
+        QueueError.__init__(
+            self,
+            f"{stored} of {len(results)} items are stored, as results says: push the others again, or all "
+            f"under the same transactionIds ({cause})",
+        )
+        self.retry_after = 1.0
+        self.results = results
 
 
 class Paused(Unavailable):

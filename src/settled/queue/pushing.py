@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import asyncpg
 
 from settled.queue.batch import Chunk, Gone, plain_ids
-from settled.queue.errors import Paused, Unavailable
+from settled.queue.errors import PartlyStored, Paused, Unavailable
 from settled.queue.push import ATTEMPTS, LANE_LIMIT
 from settled.queue.schedule import check_delay, schedule
 from settled.queue.types import Appended, PushItem, PushResult
@@ -91,11 +93,30 @@ async def _push_mixed(core: Core, items: Sequence[PushItem], later: list[PushIte
     for item in later:
         check_delay(item)
     now = await push_items(core.pusher, core.registry, [item for item in items if not item.delay_seconds])
-    async with core.pool.transaction() as connection:
-        waiting = await schedule(core, connection, later)
+    try:
+        async with core.pool.transaction() as connection:
+            waiting = await schedule(core, connection, later)
+    except Exception as error:
+        if not now:
+            raise
+        raise PartlyStored(_merge(items, now, [_unstored(item, error) for item in later]), error) from error
     core.scheduler.look()
+    return _merge(items, now, waiting)
+
+
+def _merge(
+    items: Sequence[PushItem], now: list[PushResult], waiting: Iterable[PushResult]
+) -> list[PushResult]:
     done, noted = iter(now), iter(waiting)
     return [next(noted) if item.delay_seconds else next(done) for item in items]
+
+
+def _unstored(item: PushItem, error: Exception | None) -> PushResult:
+    """What is said of an item whose part of a push failed; what the database refused is not stored."""
+    status: Literal["failed", "unknown"] = (
+        "failed" if isinstance(error, asyncpg.PostgresError | Gone) else "unknown"
+    )
+    return PushResult(item.transaction_id or "", "", status, item.queue, item.partition, "")
 
 
 async def _push_chunks(pusher: Pusher, registry: Registry, chunks: list[Chunk]) -> None:
@@ -141,10 +162,21 @@ async def push_items(pusher: Pusher, registry: Registry, items: Sequence[PushIte
             open_chunk.extend(items[start : start + count] if count < total else items)
             runs.append((open_chunk, count))
             start += count
-    await _push_chunks(pusher, registry, chunks)
+    failed: Exception | None = None
+    try:
+        await _push_chunks(pusher, registry, chunks)
+    except Exception as error:
+        if all(chunk.error is not None for chunk in chunks):
+            raise
+        failed = error
     answers = {chunk: iter(chunk.results) for chunk in chunks}
     results: list[PushResult] = []
     for chunk, count in runs:
         own = items[len(results) : len(results) + count]
-        results += _results(chunk.lane, own, answers[chunk])
+        if chunk.error is None:
+            results += _results(chunk.lane, own, answers[chunk])
+        else:
+            results += [_unstored(item, chunk.error) for item in own]
+    if failed is not None:
+        raise PartlyStored(results, failed) from failed
     return results

@@ -108,11 +108,14 @@ class PushItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class PushResult(msgspec.Struct, gc=False):
-    """What became of one pushed item; a duplicate carries the first message's id."""
+    """What became of one pushed item; a duplicate carries the first message's id.
+
+    `failed` (it is not stored) and `unknown` (it may be) come with `PartlyStored` only.
+    """
 
     transaction_id: str
     message_id: str
-    status: Literal["queued", "duplicate", "scheduled"]
+    status: Literal["queued", "duplicate", "scheduled", "failed", "unknown"]
     queue: str
     partition: str
     partition_id: str

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from .inspection import DeadLetterRow, MessageDetail, MessageRow, TraceRow
     from .messages import Extended
-    from .openapi import Data
+    from .openapi import Data, PartlyPushed
     from .queues import ConfiguredQueue
     from .system import Counts, GroupLane, GroupRow, LaggingLane, LaneRow, QueueDetail, QueueRow
 
@@ -100,6 +100,21 @@ def pushed(results: Sequence[PushResult], items: Sequence[PushItem]) -> bytes:
             for i, (r, item) in enumerate(zip(results, items, strict=True))
         ]
     )
+
+
+def partly_pushed(results: Sequence[PushResult]) -> list[PartlyPushed]:
+    """What became of each item of a push of which a part is stored."""
+    return [
+        {
+            "index": i,
+            "transaction_id": r.transaction_id or None,
+            "status": r.status,
+            "message_id": r.message_id or None,
+            "partition_id": r.partition_id or None,
+            "queueName": r.queue,
+        }
+        for i, r in enumerate(results)
+    ]
 
 
 def acked(index: int, result: AckResult) -> Acked:

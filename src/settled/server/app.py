@@ -5,8 +5,18 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from settled.queue.errors import BadRequest, Conflict, Fenced, NotFound, QueueError, QueueFull, Unavailable
+from settled.queue.errors import (
+    BadRequest,
+    Conflict,
+    Fenced,
+    NotFound,
+    PartlyStored,
+    QueueError,
+    QueueFull,
+    Unavailable,
+)
 
+from . import answers
 from .buffered import Buffered
 from .exchange import Answer, HttpError, Request
 from .messages import Messages
@@ -99,6 +109,9 @@ def refusal(error: QueueError) -> Answer:
             return HttpError(409, str(error), success=False).answer()
         case QueueFull():
             return HttpError(429, str(error), code="queue_full", extra=b"retry-after: 1\r\n").answer()
+        case PartlyStored():
+            results = answers.partly_pushed(error.results)
+            return HttpError(503, str(error), extra=b"retry-after: 1\r\n", results=results).answer()
         case Unavailable():
             wait = max(1, round(error.retry_after))
             return HttpError(503, str(error), extra=b"retry-after: %d\r\n" % wait).answer()

@@ -83,6 +83,24 @@ class PushedItem(TypedDict):
     queue: NotRequired[str]
 
 
+class PartlyPushed(TypedDict):
+    """An item of a push that failed for a part: `failed` is not stored, `unknown` may be."""
+
+    index: int
+    transaction_id: str | None
+    status: Literal["queued", "duplicate", "scheduled", "failed", "unknown"]
+    message_id: str | None
+    partition_id: str | None
+    queueName: str
+
+
+class PushFailed(TypedDict):
+    """A push over several partitions, each stored for itself; `results` where a part of it is stored."""
+
+    error: str
+    results: NotRequired[list[PartlyPushed]]
+
+
 class DeliveredMessage(Data):
     """One message of a pop; `retryCount` tells how often it failed before."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import answers, bodies, inspection, messages, queues, streams, system
 from .inspection import DeadLetters, Inspection
-from .openapi import Answered, Delivery, Parameter, PushedItem
+from .openapi import Answered, Delivery, Parameter, PushedItem, PushFailed
 from .queues import Groups, Queues
 from .router import Route
 from .streams import Streams
@@ -93,8 +93,8 @@ def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: En
         post(
             "/api/v1/push",
             push,
-            "Push messages.",
-            A(list[PushedItem], (409, 429), 201),
+            "Push messages; each partition is stored for itself.",
+            A(list[PushedItem], (409, 429), 201, {503: PushFailed}),
             bodies.PushBody,
             (),
             m.push_soon,
