@@ -9,10 +9,14 @@ import msgspec
 import nats.errors
 import nats.js.errors
 import pytest
+from nats.js.api import DiscardPolicy
+from prometheus_client import generate_latest
 
+from settled.observe.metrics import OTHER, Metrics
 from settled.router import ExecAssignment, Outcome, PublishError, Router, RouterConfig
 from settled.router.assignments import classify
 from settled.router.simulate import new_assignment
+from tests.nats.conftest import until
 from tests.nats.servers import Server, server
 
 
@@ -127,6 +131,63 @@ def test_an_assignment_that_is_too_large_is_not_tried_again() -> None:
         on_router(one, test)
 
 
+def test_a_server_that_is_dead_is_a_failed_connection_not_a_timeout() -> None:
+    """Defect R2: an operator looks for the server, not for a slow disk."""
+
+    async def test(router: Router) -> None:
+        one.stop(kill=True)
+        await until(lambda: not router.transport.connection.status().connected)
+        with pytest.raises(
+            PublishError, match="retries exhausted after 2 retries: connection_failed"
+        ) as found:
+            await router.assignments.publish(new_assignment())
+        assert found.value.kind == "connection_failed"
+        value = router.metrics.value
+        assert value("router_retry_exhausted_total", error_kind="connection_failed", retries="2") == 1
+        assert value("router_assignment_publish_failures_total", error_kind="connection_failed") == 1
+        assert value("router_assignment_publish_failures_total", error_kind="timeout") == 0
+
+    with server() as one:
+        on_router(one, test, publish_timeout_seconds=0.3, caf_max_retries=2)
+
+
+def test_a_server_that_dies_while_it_is_asked_is_a_failed_connection() -> None:
+    """Defect R2."""
+
+    async def test(router: Router) -> None:
+        one.freeze()  # the answer is not on its way yet
+        asking = asyncio.create_task(router.assignments.publish(new_assignment()))
+        await asyncio.sleep(0)
+        one.stop(kill=True)
+        with pytest.raises(PublishError) as found:
+            await asking
+        assert found.value.kind == "connection_failed"
+
+    with server() as one:
+        on_router(one, test, publish_timeout_seconds=0.5, caf_max_retries=0)
+
+
+@pytest.mark.parametrize("limit", [{"max_msgs": 1}, {"max_bytes": 1_000}, {"max_msgs_per_subject": 1}])
+def test_a_full_stream_rejects_an_assignment_and_is_not_asked_again(limit: dict[str, int]) -> None:
+    """Defect R2."""
+
+    async def test(router: Router) -> None:
+        jetstream = router.transport.connection.jetstream
+        found = (await jetstream.stream_info(router.config.assign_stream)).config
+        each = "max_msgs_per_subject" in limit
+        full = found.evolve(discard=DiscardPolicy.NEW, discard_new_per_subject=each, **limit)
+        await jetstream.update_stream(full)
+        await router.assignments.publish(new_assignment())
+        with pytest.raises(PublishError, match="cannot be published after 0 retries: rejected_by_stream"):
+            await router.assignments.publish(new_assignment(text="x" * 900))
+        value = router.metrics.value
+        assert value("router_assignment_retry_total") == 0
+        assert value("router_assignment_publish_failures_total", error_kind="rejected_by_stream") == 1
+
+    with server() as one:
+        on_router(one, test)
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "retriable"),
     [
@@ -135,6 +196,13 @@ def test_an_assignment_that_is_too_large_is_not_tried_again() -> None:
         (nats.errors.ConnectionClosedError(), "connection_failed", True),
         (ConnectionResetError(), "connection_failed", True),
         (nats.js.errors.ServiceUnavailableError(code=503), "server_error", True),
+        (
+            nats.js.errors.ServiceUnavailableError(
+                code=503, err_code=10077, description="write: no space left on device"
+            ),
+            "server_error",
+            True,
+        ),
         (nats.js.errors.BadRequestError(code=400), "rejected_by_stream", False),
         (nats.errors.BadSubjectError(), "invalid_message", False),
         (nats.errors.AuthorizationError(), "unauthorized", False),
@@ -160,3 +228,41 @@ def test_ids_are_exemplars_and_on_request_labels() -> None:
         labels, _, exemplar = line.partition(" # ")
         assert ('assignment_id="a-1"' in labels) is id_labels
         assert ('request_id="r-1"' in exemplar) is not id_labels
+
+
+@pytest.mark.parametrize("label", ["job_type", "provider_id"])
+def test_labels_from_outside_have_a_bounded_number_of_values(label: str) -> None:
+    """Defect R3: whoever sends results must not make a time series a message."""
+    metrics = Metrics(label_values=10)
+    for number in range(1_000):
+        labels = {"status": "success", "job_type": "t", "provider_id": "p", label: f"v{number}"}
+        metrics.count("router_results_total", **labels)
+    assert metrics.value("router_results_total") == 1_000
+    assert metrics.value("router_results_total", **{label: "v3"}) == 1
+    assert metrics.value("router_results_total", **{label: OTHER}) == 990
+    assert generate_latest(metrics.registry).count(b"router_results_total{") == 11
+
+
+def test_a_label_value_from_outside_is_short() -> None:
+    """Defect R3."""
+    metrics = Metrics()
+    metrics.count("router_assignment_blocked_total", tenant_id="x" * 100_000, reason="tenant_not_allowed")
+    assert metrics.value("router_assignment_blocked_total", tenant_id=OTHER) == 1
+
+
+def test_with_a_list_only_what_is_on_it_is_a_label_however_much_else_came_before() -> None:
+    """Defect R3."""
+    config = RouterConfig(metrics_providers=("acme",), metrics_job_types=("text",), metrics_label_values=2)
+    metrics = Router(config).metrics
+    for provider in (*(f"p{number}" for number in range(50)), "acme"):
+        metrics.count("router_results_total", status="success", job_type="text", provider_id=provider)
+    assert metrics.value("router_results_total", provider_id="acme") == 1
+    assert metrics.value("router_results_total", provider_id=OTHER) == 50
+
+
+def test_blocked_tenants_have_a_bounded_number_of_labels() -> None:
+    """Defect R3."""
+    metrics = Router(RouterConfig(tenants=("acme",), metrics_label_values=5)).metrics
+    for number in range(100):
+        metrics.count("router_assignment_blocked_total", tenant_id=f"t{number}", reason="tenant_not_allowed")
+    assert metrics.value("router_assignment_blocked_total", tenant_id=OTHER) == 95

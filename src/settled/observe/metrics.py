@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter
 
 _IDS = ("assignment_id", "request_id")
+
+OTHER = "other"
+"""The label value of everything that has no series of its own."""
+LABEL_VALUES = 100
+_LONGEST_VALUE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +21,9 @@ class _Metric:
     labels: tuple[str, ...] = ()
     has_ids: bool = False
 
+
+FROM_OUTSIDE = ("job_type", "provider_id", "tenant_id")
+"""Labels whose values are written by workers and clients."""
 
 METRICS: dict[str, _Metric] = {
     "router_assignment_published_total": _Metric("Assignments a stream has acknowledged.", (), True),
@@ -57,11 +65,24 @@ class Metrics:
     >>> metrics.count("router_acks_total", status="accepted")
     >>> metrics.value("router_acks_total", status="accepted")
     1.0
+
+    Labels whose values come from outside have a bounded number of them: only the `known` ones of a label
+    where there are any, else the first `label_values` that come; the others are counted as `other`.
     """
 
-    def __init__(self, registry: CollectorRegistry | None = None, *, id_labels: bool = False) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry | None = None,
+        *,
+        id_labels: bool = False,
+        known: Mapping[str, Collection[str]] | None = None,
+        label_values: int = LABEL_VALUES,
+    ) -> None:
         self.registry = registry or CollectorRegistry()
         self._id_labels = id_labels
+        self._label_values = label_values
+        self._known = {label: frozenset(values) for label, values in (known or {}).items() if values}
+        self._seen: dict[str, set[str]] = {label: set() for label in FROM_OUTSIDE}
         self._counters = {
             name: Counter(name, metric.text, self._labels(metric), registry=self.registry)
             for name, metric in METRICS.items()
@@ -73,12 +94,25 @@ class Metrics:
     def count(self, name: str, ids: Mapping[str, str] | None = None, **labels: str) -> None:
         """Add one; the ids become labels or an exemplar."""
         metric, counter = METRICS[name], self._counters[name]
+        labels = {label: self._bounded(label, value) for label, value in labels.items()}
         known = {key: (ids or {}).get(key, "") for key in _IDS} if metric.has_ids else {}
         if self._id_labels:
             labels = {**known, **labels}
         child = counter.labels(**labels) if labels else counter
         exemplar = {key: value for key, value in known.items() if value}
         child.inc(1, exemplar if exemplar and not self._id_labels else None)
+
+    def _bounded(self, label: str, value: str) -> str:
+        if label not in FROM_OUTSIDE:
+            return value
+        if label in self._known:
+            return value if value in self._known[label] else OTHER
+        seen = self._seen[label]
+        if value not in seen:
+            if len(seen) >= self._label_values or len(value) > _LONGEST_VALUE:
+                return OTHER
+            seen.add(value)
+        return value
 
     def expect(self, name: str, **labels: str) -> None:
         """Show a series as 0 before its first event: the rate of a series that is born at 1 is 0."""

@@ -50,15 +50,33 @@ class Fault:
 
 
 RETRIABLE = ("timeout", "no_responders", "server_error", "connection_failed")
+KINDS = (
+    *RETRIABLE,
+    "payload_too_large",
+    "invalid_message",
+    "unauthorized",
+    "rejected_by_stream",
+    "unknown",
+)
+
+# The server's code for any failed store; only its text tells a full stream from a broken disk.
+_STORE_FAILED = 10077
+_FULL = ("maximum messages exceeded", "maximum bytes exceeded", "maximum messages per subject exceeded")
 
 
-def classify(error: BaseException) -> Fault:
+def classify(error: BaseException, *, connected: bool = True) -> Fault:
     """Which kind an error is, and whether another try may go better.
+
+    A timeout while the connection was lost is the connection's failure, not the stream's slowness.
 
     >>> classify(TimeoutError()), classify(nats.errors.MaxPayloadError())
     (Fault(kind='timeout', retriable=True), Fault(kind='payload_too_large', retriable=False))
+    >>> classify(TimeoutError(), connected=False).kind
+    'connection_failed'
     """
     match error:
+        case TimeoutError() if not connected:
+            return Fault("connection_failed", True)
         case TimeoutError():
             return Fault("timeout", True)
         case nats.js.errors.NoStreamResponseError() | nats.errors.NoRespondersError():
@@ -69,6 +87,8 @@ def classify(error: BaseException) -> Fault:
             return Fault("invalid_message", False)
         case nats.errors.AuthorizationError():
             return Fault("unauthorized", False)
+        case nats.js.errors.APIError() if _is_full(error):
+            return Fault("rejected_by_stream", False)
         case nats.js.errors.APIError() if (error.code or 0) >= 500:
             return Fault("server_error", True)
         case nats.js.errors.APIError():
@@ -77,6 +97,10 @@ def classify(error: BaseException) -> Fault:
             return Fault("connection_failed", True)
         case _:
             return Fault("unknown", False)
+
+
+def _is_full(error: nats.js.errors.APIError) -> bool:
+    return error.err_code == _STORE_FAILED and any(word in (error.description or "") for word in _FULL)
 
 
 class AssignmentPublisher:
@@ -137,10 +161,13 @@ class AssignmentPublisher:
         data = msgspec.json.encode(assignment)
         retries, patience = 0, min(self._config.publish_timeout_seconds, allowed)
         while True:
+            generation = self._connection.generation
             try:
                 await self._once(assignment, data, headers, patience)
             except Exception as error:
-                fault, failed = classify(error), error
+                same = self._connection.generation == generation
+                fault = classify(error, connected=same and self._connection.status().connected)
+                failed = error
             else:
                 self._metrics.count("router_assignment_published_total", known)
                 return

@@ -45,6 +45,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metrics_port: int | None = None
     metrics_id_labels: bool = False
     """Ids as labels: a time series a message. Off, they are exemplars."""
+    metrics_job_types: tuple[str, ...] = ()
+    """The job types that are labels, all others are `other`; none named: the first ones that come."""
+    metrics_providers: tuple[str, ...] = ()
+    """The same for providers."""
+    metrics_label_values: Annotated[int, Meta(ge=1)] = 100
+    """How many job types, providers and tenants of no list get a label value of their own."""
 
     def __post_init__(self) -> None:
         if len(self.nats_js_backoff_seconds) > self.nats_js_max_deliver:

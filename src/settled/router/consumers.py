@@ -24,7 +24,8 @@ EXHAUSTED = "max deliveries exhausted: "
 
 
 NOT_SETTLED = "not_settled_in_time"
-REASONS = ("tenant_not_allowed", "tenant_mismatch", "processing_error", NOT_SETTLED)
+TENANT_REASONS = ("tenant_not_allowed", "tenant_mismatch")
+REASONS = (*TENANT_REASONS, "processing_error", NOT_SETTLED)
 """Why a message can be given up, as metrics say it."""
 
 

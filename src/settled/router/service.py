@@ -13,9 +13,16 @@ from nats.js.api import AckPolicy, ConsumerConfig, KeyValueConfig, StreamConfig
 from settled.app import App, AppStatus
 from settled.message import Message
 from settled.observe.metrics import Metrics
-from settled.router.assignments import RETRIABLE, AssignmentPublisher
+from settled.router.assignments import KINDS, RETRIABLE, AssignmentPublisher
 from settled.router.config import RouterConfig
-from settled.router.consumers import EXHAUSTED, NOT_SETTLED, REASONS, AckConsumer, ResultConsumer
+from settled.router.consumers import (
+    EXHAUSTED,
+    NOT_SETTLED,
+    REASONS,
+    TENANT_REASONS,
+    AckConsumer,
+    ResultConsumer,
+)
 from settled.router.contracts import ExecAssignmentAck, ExecResult, Violation, decode, ids
 from settled.router.memory import LocalMemory, Memory, SharedMemory
 from settled.settlement import Reason
@@ -51,7 +58,11 @@ class Router:
         random: Callable[[], float] = chance.random,
     ) -> None:
         self.config = config
-        self.metrics = metrics or Metrics(id_labels=config.metrics_id_labels)
+        self.metrics = metrics or Metrics(
+            id_labels=config.metrics_id_labels,
+            known={"job_type": config.metrics_job_types, "provider_id": config.metrics_providers},
+            label_values=config.metrics_label_values,
+        )
         self.transport = NatsTransport(
             config.url, name="router", on_dead_letter=self._count_letter, random=random
         )
@@ -66,12 +77,20 @@ class Router:
         self._expect()
 
     def _expect(self) -> None:
-        """Series whose first event is an alert already."""
+        """Series of alerts: what happens before a series is seen for the first time is no increase of it."""
+        config, expect = self.config, self.metrics.expect
+        for kind in KINDS:
+            expect("router_assignment_publish_failures_total", error_kind=kind, subject=config.assign_subject)
         for kind in RETRIABLE:
-            retries = str(self.config.caf_max_retries)
-            self.metrics.expect("router_retry_exhausted_total", error_kind=kind, retries=retries)
+            for retries in range(config.caf_max_retries + 1):
+                expect("router_retry_exhausted_total", error_kind=kind, retries=str(retries))
         for reason in REASONS:
-            self.metrics.expect("router_jetstream_maxdeliver_exhausted_total", reason=reason)
+            expect("router_jetstream_maxdeliver_exhausted_total", reason=reason)
+            for source in ("results", "acks"):
+                expect("router_jetstream_redelivery_total", reason=reason, source=source)
+        for reason in TENANT_REASONS:
+            for source in ("results", "acks"):
+                expect(f"router_{source}_tenant_rejected_total", reason=reason)
 
     def _subscribe(self) -> None:
         config = self.config

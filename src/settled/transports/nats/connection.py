@@ -265,7 +265,10 @@ class Connection:
                 await client.flush(timeout=2)
             except Exception as error:
                 logger.warning("nats: the last messages may not have been sent: %s", error)
-        await client.close()
+        try:
+            await client.close()
+        except OSError as error:  # it writes what it kept while it reconnected, and nobody is there
+            logger.warning("nats: the last messages were not sent: %s", error)
 
     async def publish_once(
         self, subject: str, data: bytes, headers: Mapping[str, str], timeout: float
