@@ -209,10 +209,10 @@ def test_the_alert_rules_are_those_of_the_runbook_and_all_are_evaluated(spark: S
     assert {a["name"]: a["fired"][0][11:16] for a in found} == {
         "RouterCAFHighRetryRate": "00:08",
         "RouterCAFRetryExhausted": "00:02",
-        "RouterCAFHighPublishFailureRate": "00:10",
+        "RouterCAFHighPublishFailureRate": "00:06",
         "RouterJetStreamHighRedeliveryRate": "00:15",
-        "RouterJetStreamMaxDeliverExhausted": "00:06",
-        "RouterTenantRejections": "00:15",
+        "RouterJetStreamMaxDeliverExhausted": "00:01",
+        "RouterTenantRejections": "00:06",
         "RouterHighDuplicateRate": "00:13",
     }
     assert [a["worst_rate"] for a in found] == [25, 6, 6, 25, 6, 6, 25]

@@ -48,7 +48,7 @@ RULES = (
         "RouterCAFHighPublishFailureRate",
         "kind = 'dead'",
         5,
-        5,
+        1,
         "more than 5 dead letters a minute, for whatever reason: look at their errors",
     ),
     Rule(
@@ -62,14 +62,14 @@ RULES = (
         "RouterJetStreamMaxDeliverExhausted",
         "kind = 'dead' and attempts > 1",
         0,
-        5,
-        "messages go on dying after their last delivery",
+        0,
+        "messages died after their last delivery",
     ),
     Rule(
         "RouterTenantRejections",
         "kind = 'dead' and error ilike '%tenant%'",
         5,
-        10,
+        1,
         "more than 5 dead letters a minute name a tenant: a producer is misconfigured, or tries something",
     ),
     Rule(
