@@ -46,6 +46,20 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], timeout: float 
         await asyncio.sleep(0.02)
 
 
+async def is_up(nodes: list[Server]) -> None:
+    """Wait until a cluster has a leader and all its servers."""
+    client = await nats.connect([node.url for node in nodes])
+
+    async def has_all() -> bool:
+        with contextlib.suppress(Exception):
+            await client.jetstream().add_stream(name="PROBE", subjects=["probe"], num_replicas=len(nodes))
+            return await client.jetstream().delete_stream("PROBE")
+        return False
+
+    await until(has_all, 30)
+    await client.close()
+
+
 @contextlib.asynccontextmanager
 async def running(app: App, *, wait: bool = True) -> AsyncIterator[None]:
     """The app, while it runs."""

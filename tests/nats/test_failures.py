@@ -12,10 +12,9 @@ import msgspec
 import pytest
 from nats.js.api import RetentionPolicy
 
-import nats
 from settled import App, Reject
 from settled.transports.nats import DeadLetters, NatsTransport
-from tests.nats.conftest import Desk, desk_on, running, until
+from tests.nats.conftest import Desk, desk_on, is_up, running, until
 from tests.nats.servers import Server, cluster, server
 
 
@@ -135,7 +134,7 @@ def test_the_count_of_deliveries_survives_a_restart() -> None:
 def test_leaders_change_and_a_node_dies_and_nothing_is_lost() -> None:
     async def main(nodes: list[Server]) -> None:
         url = "nats://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
-        await ready(nodes)
+        await is_up(nodes)
         async with desk_on(url, replicas=3) as desk:
             await scenario(desk, url, nodes)
 
@@ -180,18 +179,6 @@ def test_leaders_change_and_a_node_dies_and_nothing_is_lost() -> None:
         dead = await desk.letters()
         assert sorted(msgspec.json.decode(letter.data)["id"] for letter in dead) == list(range(0, 300, 50))
         assert (await desk.jetstream.stream_info(desk.stream)).state.messages == 300
-
-    async def ready(nodes: list[Server]) -> None:
-        client = await nats.connect([node.url for node in nodes])
-
-        async def answers() -> bool:
-            with contextlib.suppress(Exception):
-                info = await client.jetstream().account_info()
-                return info is not None
-            return False
-
-        await until(answers, 30)
-        await client.close()
 
     with cluster() as nodes:
         asyncio.run(asyncio.wait_for(main(nodes), 150))

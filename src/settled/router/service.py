@@ -139,8 +139,7 @@ class Router:
     async def open(self) -> None:
         """Connect and find, or make, the streams and the bucket; enough to publish assignments."""
         await self.transport.open()
-        jetstream = self.transport.connection.jetstream
-        config = self.config
+        ask, config = self.transport.connection.ask, self.config
         if config.create:
             for stream, subject in (
                 (config.assign_stream, config.assign_subject),
@@ -150,24 +149,23 @@ class Router:
             ):
                 await self._make_stream(stream, subject)
         try:
-            bucket = await jetstream.key_value(config.bucket)
+            bucket = await ask(lambda jetstream: jetstream.key_value(config.bucket))
         except nats.js.errors.BucketNotFoundError:
             if not config.create:
                 raise
-            bucket = await jetstream.create_key_value(
-                KeyValueConfig(
-                    bucket=config.bucket, ttl=config.bucket_ttl_seconds, replicas=config.replicas, history=1
-                )
+            wanted = KeyValueConfig(
+                bucket=config.bucket, ttl=config.bucket_ttl_seconds, replicas=config.replicas, history=1
             )
+            bucket = await self.transport.connection.jetstream.create_key_value(wanted)
         memory = SharedMemory(bucket)
         self.assignments.memory = self.results.memory = self.acks.memory = memory
 
     async def _make_stream(self, name: str, subject: str) -> None:
-        jetstream = self.transport.connection.jetstream
+        connection = self.transport.connection
         try:
-            await jetstream.stream_info(name)
+            await connection.ask(lambda jetstream: jetstream.stream_info(name))
         except nats.js.errors.NotFoundError:
-            await jetstream.add_stream(
+            await connection.jetstream.add_stream(
                 StreamConfig(
                     name=name,
                     subjects=[subject],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,7 +31,7 @@ REMOVED = "removed from the stream before its dead letter was written"
 def prepare(link: Link, terms: Terms, replicas: int) -> None:
     """Make the stream of dead letters, if it is ours and not there."""
     if not terms.dead_letter:
-        link.run(lambda connection: Office(connection, replace(LETTERS, replicas=replicas)).make())
+        link.run(lambda connection: Office(connection, LETTERS).make(replicas))
 
 
 def deliver(link: Link, settings: Options, books: Books) -> None:

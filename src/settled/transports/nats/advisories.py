@@ -52,7 +52,7 @@ class Coroner:
         subjects = [
             f"$JS.EVENT.ADVISORY.CONSUMER.{kind}.{consumer.stream}.{consumer.name}" for kind in _KINDS
         ]
-        stream = await self._office.make_advisories(subjects)
+        stream = await self._office.make_advisories(subjects, consumer)
         if stream is None:
             return
         name = f"settled-{consumer.stream}-{consumer.name}"
@@ -65,7 +65,7 @@ class Coroner:
             # Long: the durable one is what remembers the deaths of a time when nobody was here.
             inactive_threshold=300 if consumer.is_ephemeral else 30 * 86400,
         )
-        info = await self._connection.jetstream.add_consumer(stream, config)
+        info = await self._connection.ask(lambda jetstream: jetstream.add_consumer(stream, config))
         mine = Consumer.of(info, Durable(stream=stream, consumer=name))
         self._feed = PullFeed(self._connection, mine)
         self._task = asyncio.create_task(self._run(self._feed), name=f"advisories of {consumer.name}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import nats.errors
@@ -22,6 +22,7 @@ from settled.transports.base import BrokerStatus
 from settled.transports.urls import certificates, file, masked, option, port_of, split
 
 logger = logging.getLogger("settled")
+T = TypeVar("T")
 
 
 # What goes away by itself when a server or a leader comes back.
@@ -36,6 +37,8 @@ _PASSING = (
 
 # How long one try waits: an answer can be lost with the server that owed it.
 _ONE_TRY = 2.0
+# As long as a cluster takes at most to elect a leader, or to give a stream more replicas.
+_ELECTION = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +272,18 @@ class Connection:
             await client.close()
         except OSError as error:  # it writes what it kept while it reconnected, and nobody is there
             logger.warning("nats: the last messages were not sent: %s", error)
+
+    async def ask(self, call: Callable[[JetStreamContext], Awaitable[T]]) -> T:
+        """Ask JetStream, again and again while a cluster elects a leader: nobody answers then."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _ELECTION
+        while True:
+            try:
+                return await call(self.sending.jetstream(timeout=min(self.timeout, _ONE_TRY)))
+            except (nats.errors.TimeoutError, nats.js.errors.ServiceUnavailableError):
+                if loop.time() >= deadline:
+                    raise
+            await asyncio.sleep(0.1)
 
     async def publish_once(
         self, subject: str, data: bytes, headers: Mapping[str, str], timeout: float

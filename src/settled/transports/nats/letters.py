@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+import nats.errors
 import nats.js.errors
 from nats.js.api import RetentionPolicy, StreamConfig
 
@@ -20,6 +21,8 @@ from settled.transports.nats.sources import Consumer
 
 _WRONG_LAST_SEQUENCE = 10071
 _NAME_IN_USE = 10058
+# No suitable peers; insufficient resources; more replicas than one server can have.
+_TOO_FEW_SERVERS = (10005, 10023, 10074)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,8 @@ class DeadLetters:
     stream: str = "SETTLED_DEAD_LETTERS"
     subject: str = "settled.dead"
     """A letter's subject is this, the stream, the consumer, the sequence and the time of the original."""
-    replicas: int = 1
+    replicas: int | None = None
+    """Of both streams; None: as many as the stream that is read has. One with fewer gets them, if it can."""
     advisories: str | None = "SETTLED_ADVISORIES"
     """A stream for the server's notes on messages that died without us; None to go without them."""
 
@@ -107,18 +111,25 @@ class Office:
         self.settings = settings
         self._on_letter = on_letter
         self._connection = connection
-        self._ready: set[str] = set()
+        self._ready: dict[str, int] = {}
 
     async def prepare(self, consumer: Consumer, source: Source) -> None:
         """Make our own stream, or find the one the user's subject is in: a letter must never get lost."""
         for subject in {source.dead_letter, source.invalid} - {None}:
             await self._check(str(subject), consumer)
         if source.dead_letter is None:
-            await self.make()
+            await self.make(await self._replicas(consumer))
 
-    async def make(self) -> None:
+    async def make(self, replicas: int) -> None:
         """Make our own stream, if it is not there."""
-        await self._make(self.settings.stream, [f"{self.settings.subject}.>"])
+        await self._make(self.settings.stream, [f"{self.settings.subject}.>"], replicas)
+
+    async def _replicas(self, consumer: Consumer) -> int:
+        """How many our streams need so that none of them goes away before the one that is read does."""
+        if self.settings.replicas is not None:
+            return self.settings.replicas
+        found = await self._connection.ask(lambda jetstream: jetstream.stream_info(consumer.stream))
+        return found.config.num_replicas or 1
 
     async def _check(self, subject: str, consumer: Consumer) -> None:
         jetstream = self._connection.jetstream
@@ -140,44 +151,79 @@ class Office:
                 consumer.name,
             )
 
-    async def make_advisories(self, subjects: list[str]) -> str | None:
+    async def make_advisories(self, subjects: list[str], consumer: Consumer) -> str | None:
         """The stream that keeps the server's advisories: the one that takes them already, or ours."""
         if self.settings.advisories is None:
             return None
+        ours = self.settings.advisories
         try:
-            return await self._connection.jetstream.find_stream_name_by_subject(subjects[0])
+            found = await self._connection.jetstream.find_stream_name_by_subject(subjects[0])
         except nats.js.errors.NotFoundError:
-            pass
+            found = ours
+        if found != ours:
+            return found
         everyone = [re.sub(r"\.[^.]+\.[^.]+$", ".>", subject) for subject in subjects]
-        await self._make(self.settings.advisories, everyone, max_age=7 * 86400)
-        return self.settings.advisories
+        await self._make(ours, everyone, await self._replicas(consumer), max_age=7 * 86400)
+        return ours
 
-    async def _make(self, stream: str, subjects: list[str], max_age: float = 0) -> None:
-        if stream in self._ready:
+    async def _make(self, stream: str, subjects: list[str], replicas: int, max_age: float = 0) -> None:
+        if self._ready.get(stream, 0) >= replicas:
             return
-        jetstream = self._connection.jetstream
         try:
-            await jetstream.stream_info(stream)
+            found = (await self._connection.ask(lambda jetstream: jetstream.stream_info(stream))).config
         except nats.js.errors.NotFoundError:
-            try:
-                await jetstream.add_stream(
-                    StreamConfig(
-                        name=stream,
-                        subjects=subjects,
-                        num_replicas=self.settings.replicas,
-                        duplicate_window=120,
-                        max_age=max_age,
-                        description="Made by Settled.",
-                    )
+            wanted = StreamConfig(
+                name=stream,
+                subjects=subjects,
+                num_replicas=replicas,
+                duplicate_window=120,
+                max_age=max_age,
+                description="Made by Settled.",
+            )
+            await self._add(wanted)
+        except (nats.errors.TimeoutError, nats.js.errors.ServiceUnavailableError) as error:
+            raise ConnectionError(
+                f"nats: stream {stream!r}, which keeps dead letters, does not answer "
+                f"({str(error) or 'timeout'}); bring back the server that has it, and give it more replicas"
+            ) from error
+        else:
+            if (found.num_replicas or 1) < replicas:
+                await self._raise(found, replicas)
+        self._ready[stream] = replicas
+
+    async def _add(self, wanted: StreamConfig) -> None:
+        try:
+            await self._connection.jetstream.add_stream(wanted)
+        except nats.js.errors.APIError as error:
+            if error.err_code in _TOO_FEW_SERVERS and (wanted.num_replicas or 1) > 1:
+                logger.warning(
+                    "nats: stream %s gets 1 replica, not %s, until there are servers for more: %s",
+                    wanted.name,
+                    wanted.num_replicas,
+                    error.description,
                 )
-            except nats.js.errors.APIError as error:
-                # Somebody else may have made it a moment ago, with other replicas say.
-                if error.err_code != _NAME_IN_USE:
-                    raise ConfigurationError(
-                        f"nats: stream {stream!r} for {', '.join(subjects)} cannot be made: {error}; "
-                        "create it, or change NatsTransport(dead_letters=...)"
-                    ) from error
-        self._ready.add(stream)
+                await self._add(wanted.evolve(num_replicas=1))
+            # Somebody else may have made it a moment ago, with other replicas say.
+            elif error.err_code != _NAME_IN_USE:
+                raise ConfigurationError(
+                    f"nats: stream {wanted.name!r} for {', '.join(wanted.subjects or ())} cannot be made: "
+                    f"{error}; create it, or change NatsTransport(dead_letters=...)"
+                ) from error
+
+    async def _raise(self, found: StreamConfig, replicas: int) -> None:
+        try:
+            await self._connection.jetstream.update_stream(found.evolve(num_replicas=replicas))
+        except (nats.errors.Error, nats.js.errors.APIError) as error:
+            logger.warning(
+                "nats: stream %s has %d replicas, the stream that is read %d; while its server is down no "
+                "dead letter is written, and more replicas are not to be had now: %s",
+                found.name,
+                found.num_replicas or 1,
+                replicas,
+                error,
+            )
+        else:
+            logger.info("nats: stream %s has %d replicas now", found.name, replicas)
 
     async def write(self, letter: Letter, source: Source) -> bool:
         """Store a letter, confirmed; False if it was there already.

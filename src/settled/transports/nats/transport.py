@@ -198,7 +198,7 @@ class NatsTransport:
 
     async def _stream_of(self, subject: str) -> str:
         try:
-            return await self.connection.jetstream.find_stream_name_by_subject(subject)
+            return await self.connection.ask(lambda jetstream: jetstream.find_stream_name_by_subject(subject))
         except nats.js.errors.NotFoundError as error:
             if self._creates:
                 return await self._make_stream(subject)
@@ -233,7 +233,9 @@ class NatsTransport:
                 stream, config.evolve(name=f"settled-{uuid.uuid4().hex[:12]}")
             )
         try:
-            info: ConsumerInfo = await jetstream.consumer_info(settings.stream, settings.consumer)
+            info: ConsumerInfo = await self.connection.ask(
+                lambda jetstream: jetstream.consumer_info(settings.stream, settings.consumer)
+            )
         except nats.js.errors.NotFoundError as error:
             if error.err_code == _NO_STREAM:
                 raise ConfigurationError(
