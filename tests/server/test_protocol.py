@@ -116,6 +116,27 @@ def test_a_head_that_came_before_is_recognised_and_its_body_is_its_own() -> None
     with_server(talk)
 
 
+def test_a_request_whose_head_was_cut_is_not_carried_out_though_its_head_is_known() -> None:
+    """Defect Q7."""
+
+    async def talk(listener: Listener, port: int) -> None:
+        asked: list[str] = []
+        listener._shared.soon = lambda request, _: bool(asked.append(request.method))
+        head = b"DELETE /a HTTP/1.1\r\nHost: a"
+        reader, writer = await say(port, head + b"\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+        writer.write(head)
+        writer.write_eof()
+        assert await reader.read() == b""
+        assert asked == ["DELETE"]
+        reader, writer = await say(port, head, b"bc\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+        assert asked == ["DELETE", "DELETE"]
+        writer.close()
+
+    with_server(talk)
+
+
 def test_a_request_that_needs_no_coroutine_is_answered_when_its_reply_comes() -> None:
     replies: list[tuple[Request, Callable[[Answer | None], None]]] = []
 

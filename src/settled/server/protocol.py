@@ -148,8 +148,8 @@ class Connection(asyncio.Protocol):
         if self.started:
             self._feed(data)
             return
-        raw, _, body = data.partition(b"\r\n\r\n")
-        head = self._shared.known.get(raw)
+        raw, end, body = data.partition(b"\r\n\r\n")
+        head = self._shared.known.get(raw) if end else None
         if head is not None and len(body) == head.length:
             request = Request(head.method, head.path, head.query, body)
             if self.busy:
