@@ -33,6 +33,31 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
     ),
     ("/api/v1/push", b'{"items":[{"queue":"q","payload":"\\ud83d!!!!!!"}]}', "not valid UTF-8 text"),
     ("/api/v1/push", b'{"items":[{"queue":"q","payload":"\\\\ud800"', "Input data was truncated"),
+    # Defect Q9: a number that no float holds.
+    ("/api/v1/push", b'{"items":[{"queue":"q","payload":1e400}]}', "items[0].payload must be a number that"),
+    ("/api/v1/push", b'{"items":[{"queue":"q","payload":{"a":[1,-1E+400]}}]}', "items[0].payload.a[1] must"),
+    (
+        "/api/v1/push",
+        b'{"items":[{"queue":"q","data":%b}]}' % (b"9" * 5000),
+        "items[0].data must be a number",
+    ),
+    ("/api/v1/push", b'{"items":[{"queue":"q","payload":NaN}]}', "Invalid JSON"),
+    (
+        "/api/v1/push",
+        b'{"items":[{"queue":"q","contentType":"text/plain","payload":1e400}]}',
+        "items[0].payload must be a number that a 64-bit float can hold, got 1e400",
+    ),
+    (
+        "/api/v1/push",
+        b'{"items":[%b,{"queue":"q","payload":1e400}]}' % b",".join([b'{"queue":"q","payload":1e30}'] * 200),
+        "items[200].payload must be a number",
+    ),
+    (
+        "/api/v1/transaction",
+        b'{"operations":[{"type":"push","items":[{"queue":"q","contentType":"text/plain","payload":%b}]}]}'
+        % (b"9" * 5000),
+        "operations[0].items[0].payload must be a number",
+    ),
     ("/api/v1/push", b"[]", "body must be an object, got array"),
     ("/api/v1/push", b"{}", "items is required"),
     ("/api/v1/push", b'{"items":{}}', "items must be an array, got object"),
@@ -90,6 +115,11 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
         "timestamp must be an ISO 8601 time",
     ),
     ("/api/v1/consumer-groups/g/subscription", b'{"subscriptionTimestamp":"x"}', "subscriptionTimestamp"),
+    (
+        "/api/v1/traces",
+        b'{"transactionId":"x","partitionId":"%b","data":{"took":1e999}}' % UUID.encode(),
+        "data.took must be a number",
+    ),
     ("/api/v1/traces", b'{"transactionId":"x","partitionId":"p","data":{}}', "partitionId"),
     ("/api/v1/system/maintenance", b'{"enabled":"yes"}', "enabled must be true or false"),
     ("/streams/v1/queries", b'{"name":"n"}', "source_queue is required"),

@@ -32,7 +32,7 @@ class Buffered:
         try:
             return await self._push(request)
         except Paused:
-            kept = await self._spool.keep(push_items(decode(request.body, _push).items))
+            kept = await self._spool.keep(push_items(decode(request.body, _push, stored=True).items))
         return ok(
             [
                 {

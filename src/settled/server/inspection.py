@@ -331,7 +331,7 @@ class Inspection:
 
     async def trace(self, request: Request) -> Answer:
         """POST /api/v1/traces."""
-        body = decode(request.body, _trace)
+        body = decode(request.body, _trace, stored=True)
         given = body.trace_names
         names = [given] if isinstance(given, str) else given or []
         note = await self._engine.trace(

@@ -130,14 +130,14 @@ class Messages:
 
     async def push(self, request: Request) -> Answer:
         """POST /api/v1/push."""
-        items = push_items(decode(request.body, _push).items)
+        items = push_items(decode(request.body, _push, stored=True).items)
         if not items:
             return Answer(201, b"[]")
         return Answer(201, answers.pushed(await self._engine.push(items), items))
 
     def push_soon(self, request: Request, reply: Reply) -> bool:
         """POST /api/v1/push of plain messages of one partition."""
-        items = decode(request.body, _push).items
+        items = decode(request.body, _push, stored=True).items
         if not items or not plain_push(items):
             return False
         first = items[0]
@@ -300,7 +300,7 @@ class Messages:
 
     async def transaction(self, request: Request) -> Answer:
         """POST /api/v1/transaction."""
-        body = decode(request.body, _transaction)
+        body = decode(request.body, _transaction, stored=True)
         wanted = operations(body)
         result = await self._engine.transaction(wanted, body.required_leases or ())
         kinds = [

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import inspect
 
 from .exchange import HttpError, bad
+from .numbers import unbounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,8 +50,8 @@ _LONE_SURROGATE = re.compile(
 _STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
 
 
-def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """A checked body.
+def decode(body: bytes, decoder: msgspec.json.Decoder[T], *, stored: bool = False) -> T:
+    """A checked body; `stored` is for one with values that are kept as they came, for others to decode.
 
     >>> import msgspec
     >>> decode(b'{"a": 1}', msgspec.json.Decoder(dict[str, int]))
@@ -62,7 +63,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         # Payloads are passed through as bytes, so nothing else would notice a bad byte inside them.
         if not body.isascii():
             body.decode()
-        return decoder.decode(body)
+        checked = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise explain(str(error), decoder.type) from None
     except msgspec.DecodeError as error:
@@ -71,6 +72,10 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise HttpError(400, f"Invalid JSON: not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise HttpError(400, "Invalid JSON: nested too deeply") from None
+    if stored and (beyond := unbounded(body)) is not None:
+        field, number = beyond
+        raise bad(field, f"must be a number that a 64-bit float can hold, got {number[:64]}")
+    return checked
 
 
 def _unreadable(body: bytes) -> str | None:

@@ -184,7 +184,7 @@ class Queues:
 
     async def configure(self, request: Request) -> Answer:
         """POST /api/v1/configure."""
-        body = decode(request.body, _configure)
+        body = decode(request.body, _configure, stored=True)
         for field, value in (("namespace", body.namespace), ("task", body.task)):
             if value:
                 name(value, field)

@@ -106,7 +106,7 @@ class Streams:
 
     async def cycle(self, request: Request) -> Answer:
         """POST /streams/v1/cycle."""
-        body = decode(request.body, _cycle)
+        body = decode(request.body, _cycle, stored=True)
         ops = body.state_ops or []
         if len(ops) > KEYS_LIMIT:
             raise bad("state_ops", f"must have at most {KEYS_LIMIT} elements, got {len(ops)}")
