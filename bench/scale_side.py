@@ -63,7 +63,8 @@ class Side:
         self._ids = itertools.count()
 
     def _spent(self) -> tuple[float, float]:
-        return time.process_time(), processor(set(), self._server._pid())
+        found = self._server.postmaster()
+        return time.process_time(), processor(set(), found.pid if found else None)
 
     def _items(self, count: int) -> list[PushItem]:
         number = next(self._ids)

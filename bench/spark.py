@@ -160,10 +160,18 @@ def settling(dsn: str, queue: str, count: int) -> float:
         return seconds
 
 
+def processes() -> list[psutil.Process]:
+    """The processes that Spark has started; Postgres is one of the queue."""
+    own = psutil.Process()
+    servers = [each for each in own.children() if each.name() == "postgres"]
+    left = {each.pid for server in servers for each in (server, *server.children(recursive=True))}
+    return [each for each in own.children(recursive=True) if each.pid not in left]
+
+
 def processor_time() -> dict[str, float]:
     """Seconds of processor time of this program's processes, by what they are."""
     used = {"JVM": 0.0, "Python": 0.0}
-    for process in psutil.Process().children(recursive=True):
+    for process in processes():
         try:
             times = process.cpu_times()
             kind = "JVM" if "java" in process.name() else "Python"
@@ -185,7 +193,7 @@ class Memory:
     def _look(self) -> None:
         while not self._stopped.wait(0.2):
             total = 0
-            for process in psutil.Process().children(recursive=True):
+            for process in processes():
                 try:
                     if any(name in " ".join(process.cmdline()) for name in DRIVER_SIDE):
                         total += process.memory_info().rss - process.memory_info().shared

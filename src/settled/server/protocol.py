@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
+import sys
+import time
 from collections import deque
 from email.utils import formatdate
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,6 +35,20 @@ PIPELINE_LIMIT = 16
 LINGER = 2.0
 KNOWN_LIMIT = 512
 KNOWN_SIZE = 1024
+TELL_AGAIN = 30.0
+RESERVED = 64
+
+
+def room() -> int:
+    """How many connections the limit of open files allows, which is raised as far as it goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(soft - RESERVED, soft // 2)
 
 
 class Head(NamedTuple):
@@ -53,6 +71,9 @@ class Shared:
         self.close = close or answer_of
         self.body_limit = body_limit
         self.connections: set[Connection] = set()
+        # So many may be open at once; the process needs file descriptors for its own work, too.
+        self.room = room()
+        self._refused_at = 0.0
         # Clients repeat themselves: a head that was parsed once is recognised by its bytes.
         self.known: dict[bytes, Head] = {}
         self.stopping = False
@@ -70,6 +91,20 @@ class Shared:
         """Refresh the Date header; called once a second."""
         self.date = formatdate(usegmt=True).encode()
         self._heads.clear()
+
+    def refuse(self, transport: asyncio.Transport) -> None:
+        """Turn away a connection for which there is no file descriptor to spare."""
+        why = f"{len(self.connections)} connections are open; the limit of open files allows no more"
+        answer = HttpError(503, why).answer()
+        head = self.head(503, answer.content_type)
+        transport.write(
+            b"%b%d\r\nretry-after: 1\r\nconnection: close\r\n\r\n%b" % (head, len(answer.body), answer.body)
+        )
+        transport.close()
+        now = time.monotonic()
+        if now - self._refused_at > TELL_AGAIN or not self._refused_at:
+            self._refused_at = now
+            log.warning("%s; refusing new ones: raise `ulimit -n`", why)
 
     def head(self, status: int, content_type: bytes) -> bytes:
         """The status line and the headers that every such answer shares."""
@@ -117,6 +152,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the transport; asyncio calls this once."""
+        if len(self._shared.connections) >= self._shared.room:
+            self._shared.refuse(transport)  # type: ignore[arg-type]
+            self._closing = True
+            return
         self._transport = transport  # type: ignore[assignment]
         self._shared.connections.add(self)
 

@@ -8,10 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
+
+from settled.queue.embedded import temporary_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,9 +47,7 @@ def running_server(
     """
     with contextlib.ExitStack() as stack:
         if dsn is None and data is None:
-            data = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="settled-", ignore_cleanup_errors=True)
-            )
+            data = str(stack.enter_context(temporary_directory()))
         arguments = ["serve", "--port", "0", "--workers", str(workers)]
         arguments += ["--dsn", dsn] if dsn is not None else ["--data", str(data)]
         arguments += ["--body-limit", str(body_limit)] if body_limit is not None else []

@@ -19,7 +19,7 @@ from settled.queue.engine import Engine
 from settled.queue.errors import QueueError
 
 from .app import App
-from .config import Config
+from .config import CONFIG, Config
 from .listener import Listener
 from .metrics import Board
 from .spool import Spool
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
 log = logging.getLogger("settled.server")
-
-CONFIG = "SETTLED_WORKER"
 
 
 async def work(config: Config, sock: socket.socket, ready: Callable[[], object], stop: asyncio.Event) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -15,7 +17,7 @@ import msgspec
 
 from settled import Reject, current_message
 from settled.queue import Engine, PushItem
-from settled.queue.embedded import EmbeddedPostgres
+from settled.queue.embedded import EmbeddedPostgres, temporary_directory
 from settled.spark.jobs.report import write_report
 from settled.spark.jobs.run import live, run
 from settled.spark.startup import session
@@ -96,17 +98,18 @@ async def fill(dsn: str, items: list[PushItem]) -> Counter[str]:
 
 
 def demo(count: int, folder: Path, report: Path) -> bool:
-    """Run everything; True if the books are right."""
+    """Run everything; True if the books are right. Only the report and the table beside it are left."""
+    table = report.parent / "settled-invoices"
+    shutil.rmtree(table, ignore_errors=True)
     started = time.monotonic()
     say(f"filling queue {QUEUE!r} with {count:,} orders")
     items, kinds = make_orders(count)
-    with EmbeddedPostgres.start(folder / "queue") as server:
+    with temporary_directory() as data, EmbeddedPostgres.start(data) as server:
         answers = asyncio.run(fill(server.dsn, items))
         took = time.monotonic() - started
         queued, twice = answers["queued"], answers["duplicate"]
         say(f"queued {queued:,}, duplicates {twice:,} in {took:.1f} s; starting Spark")
         spark = session("settled demo", quick=True, log=folder / "spark.log")
-        table = folder / "invoices"
 
         def to_parquet(rows: DataFrame, number: int) -> None:
             acked = rows.where("outcome = 'ack'").select("result.*", "created_at")
@@ -176,8 +179,14 @@ def say(text: str) -> None:
 def main() -> int:
     """As a program: the count may be given."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200_000
-    folder = Path(tempfile.mkdtemp(prefix="settled-demo-"))
-    return 0 if demo(count, folder, Path("settled-report.html").resolve()) else 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is temporary is removed then, too
+    try:
+        with tempfile.TemporaryDirectory(prefix="settled-demo-", ignore_cleanup_errors=True) as folder:
+            done = demo(count, Path(folder), Path("settled-report.html").resolve())
+    except KeyboardInterrupt:
+        say("stopped")
+        return 130
+    return 0 if done else 1
 
 
 if __name__ == "__main__":
