@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -44,8 +45,8 @@ def data_directory(given: str | os.PathLike[str] | None) -> Path:
         return Path("/var/lib/settled")
     from platformdirs import user_data_path
 
-    try:
-        return user_data_path("settled", appauthor=False)
-    except RuntimeError:
-        why = f"user id {os.geteuid()} has no home directory: name a data directory with --data"
-        raise OSError(why) from None
+    with contextlib.suppress(RuntimeError):
+        found = user_data_path("settled", appauthor=False)
+        if found.is_absolute():
+            return found
+    raise OSError(f"user id {os.geteuid()} has no home directory: name a data directory with --data")
