@@ -12,7 +12,7 @@ import asyncpg
 from settled.queue.acks import AckQueue, Acks, bit_string, settle_shortly
 from settled.queue.db import Link
 from settled.queue.errors import BadRequest, Unavailable
-from settled.queue.marks import LEASE_LOST, Mark, Settlement, overlaps, refusal
+from settled.queue.marks import LEASE_LOST, SETTLED_BEFORE, Mark, Settlement, overlaps, refusal
 from settled.queue.turns import Turns
 from settled.queue.types import AckItem, AckResult
 
@@ -338,12 +338,12 @@ class Settler:
                     taken = already.to_int()
                     for mark in ranges[lease]:
                         if taken >> (len(already) - 1 - (mark.seq - lease.base)) & 1:
-                            mark.refuse("not_found", "Message already settled")
+                            mark.refuse("not_found", SETTLED_BEFORE)
                 case "bad_lease_single":
                     self._leases.drop(singles[row["item"]].lease)
                     singles[row["item"]].refuse("invalid_lease", LEASE_LOST)
                 case "answered_single":
-                    singles[row["item"]].refuse("not_found", "Message already settled")
+                    singles[row["item"]].refuse("not_found", SETTLED_BEFORE)
 
     def _answer(self, rows: list[Any], ranges: dict[Lease, list[Mark]], singles: list[Mark]) -> None:
         released: set[tuple[int, int]] = set()

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from settled.queue.lanes import Lane
     from settled.queue.leases import Lease
 
-LEASE_LOST = "Lease validation failed: Invalid or expired lease"
+LEASE_LOST = "Lease validation failed"
+SETTLED_BEFORE = "Message already settled: its outcome is committed"
+UNKNOWN = "Message not found: transactionId is unresolvable under this lease"
 
 
 class Mark:
@@ -106,4 +108,4 @@ def refusal(item: AckItem, lane: Lane | None, lease: Lease | None) -> AckResult:
     queue, partition = lane.queue.name, lane.name
     if lease is None:
         return AckResult(item.transaction_id, False, "invalid_lease", LEASE_LOST, queue, partition)
-    return AckResult(item.transaction_id, False, "not_found", "Message not found", queue, partition)
+    return AckResult(item.transaction_id, False, "not_found", UNKNOWN, queue, partition)

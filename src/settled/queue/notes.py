@@ -115,8 +115,8 @@ async def register_query(
         if not reset:
             if row["config_hash"] != config_hash:
                 raise Conflict(
-                    f"stream query {name!r} exists with config_hash {row['config_hash']!r}; "
-                    "ask for reset to replace it"
+                    f"config_hash mismatch: stream query {name!r} exists with config_hash "
+                    f"{row['config_hash']!r}, got {config_hash!r}; send reset: true to replace it"
                 )
             return StreamQuery(str(row["id"]), name, config_hash, False, False)
         await connection.fetch("delete from stream_state where query_id = $1", row["id"])

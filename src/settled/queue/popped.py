@@ -97,8 +97,8 @@ class Popped(msgspec.Struct):
     def json_messages(self) -> bytes:
         """All messages as the inside of a JSON array, payloads spliced in as they were pushed.
 
-        Each is `{"id","transactionId","traceId","data","producerSub","createdAt",("headers"),("contentType"),
-        "retryCount","queue","partition","partitionId","leaseId","consumerGroup"}`; a payload that is not JSON
+        Each is `{"id","messageId","transactionId","traceId","data","producerSub","createdAt",("headers"),
+        ("contentType"),"retryCount","queue","partition","partitionId","leaseId","consumerGroup"}`; a payload that is not JSON
         comes as a string (base64, with `"encoding":"base64"`, if it is not text).
         """
         whose = b',"leaseId":%b%b}' % (_encode(self.lease_id or ""), reader(self.group))

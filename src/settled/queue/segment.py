@@ -206,7 +206,7 @@ class Segment:
         self.first_seq = first_seq
         self.created_us = created_us
         self.size = len(raw)
-        self._texts: tuple[bytes, bytes, list[bytes]] | None = None
+        self._texts: tuple[bytes, bytes, bytes, list[bytes]] | None = None
         self._ids: list[str] | None = None
         self._base = b""
         self._headers: list[bytes] | None = None
@@ -321,32 +321,35 @@ class Segment:
         """Messages [low, high) as JSON objects with commas between; `tail` ends each and closes it."""
         if self._texts is None:
             self._texts = self._json_texts()
-        start, end, txs = self._texts
+        start, again, end, txs = self._texts
         if not start or high > len(_NUMBERS):
             return (tail + b",").join([self._rich_head(i) for i in range(low, high)]) + tail
         count = high - low
         end += tail
         if count == 1:
-            text = b'%b%b","transactionId":"%b","traceId":null,"data":%b%b'
-            return text % (start, _NUMBERS[low], txs[low], self._payloads[low], end)
-        # Six pieces a message, laid out column by column: nothing is copied before the join.
-        parts = [end + b"," + start] * (6 * count)
+            text = b'%b%b%b%b","transactionId":"%b","traceId":null,"data":%b%b'
+            number = _NUMBERS[low]
+            return text % (start, number, again, number, txs[low], self._payloads[low], end)
+        # Eight pieces a message, laid out column by column: nothing is copied before the join.
+        parts = [end + b"," + start] * (8 * count)
         parts[0] = start
-        parts[1::6] = _NUMBERS[low:high]
-        parts[2::6] = [b'","transactionId":"'] * count
-        parts[3::6] = txs[low:high]
-        parts[4::6] = [b'","traceId":null,"data":'] * count
-        parts[5::6] = self._payloads[low:high]
+        parts[1::8] = parts[3::8] = _NUMBERS[low:high]
+        parts[2::8] = [again] * count
+        parts[4::8] = [b'","transactionId":"'] * count
+        parts[5::8] = txs[low:high]
+        parts[6::8] = [b'","traceId":null,"data":'] * count
+        parts[7::8] = self._payloads[low:high]
         parts.append(end)
         return b"".join(parts)
 
-    def _json_texts(self) -> tuple[bytes, bytes, list[bytes]]:
-        """How each message begins, up to the last digits of its id, how it ends, and the transaction ids.
+    def _json_texts(self) -> tuple[bytes, bytes, bytes, list[bytes]]:
+        """The beginning of each message up to the last digits of its id, the same of `messageId`, the end,
+        and the transaction ids.
 
         Only where messages differ in nothing else; else all is empty.
         """
         if not self.plain or self._ids is not None or self._base[12:] != b"\0\0\0\0":
-            return b"", b"", []
+            return b"", b"", b"", []
         own = uuid_text(self._base)[:28].encode()
         if self._tx is None:
             txs = [own + number for number in _NUMBERS[: self.n]]
@@ -355,18 +358,20 @@ class Segment:
         else:
             txs = [_encode(tx)[1:-1] for tx in self.txs()]
         end = b',"producerSub":null,"createdAt":"%b"' % iso(self.created_us).encode()
-        return b'{"id":"' + own, end, txs
+        return b'{"id":"' + own, b'","messageId":"' + own, end, txs
 
     def _rich_head(self, offset: int) -> bytes:
         if not self.header(offset):  # as most are in a merged segment
             own, at = self.id(offset).encode(), iso(self.created(offset)).encode()
             text = (
-                b'{"id":"%b","transactionId":%b,"traceId":null,"data":%b,"producerSub":null,"createdAt":"%b"'
+                b'{"id":"%b","messageId":"%b","transactionId":%b,"traceId":null,"data":%b,'
+                b'"producerSub":null,"createdAt":"%b"'
             )
-            return text % (own, _encode(self.tx(offset)), self.payload(offset), at)
+            return text % (own, own, _encode(self.tx(offset)), self.payload(offset), at)
         row = self.row(offset)
         fields: dict[str, object] = {
             "id": row.id,
+            "messageId": row.id,
             "transactionId": row.transaction_id,
             "traceId": row.trace_id,
         }

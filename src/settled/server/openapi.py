@@ -102,9 +102,10 @@ class PushFailed(TypedDict):
 
 
 class DeliveredMessage(Data):
-    """One message of a pop; `retryCount` tells how often it failed before."""
+    """One message of a pop; `retryCount` tells how often it failed before, `messageId` repeats `id`."""
 
     id: str
+    messageId: str
     transactionId: str
     traceId: str | None
     producerSub: str | None
