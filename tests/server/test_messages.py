@@ -181,7 +181,8 @@ def test_settling_twice_or_with_a_foreign_lease_is_refused(http: Http, queue: st
     assert http.ack(one).status == 200
     missing = http.ack({**two, "transactionId": "never-pushed"})
     assert missing.status == 404
-    assert (missing.body["message"], missing.body["error"]) == ("not_found", "Message not found")
+    assert missing.body["message"] == "not_found"
+    assert missing.body["error"].startswith("Message not found")
     unknown = http.ack({**two, "partitionId": str(uuid.uuid4())})
     assert unknown.status in (404, 409)
     assert http.ack(two).status == 200

@@ -83,6 +83,10 @@ class Share:
         self.room = 0
 
 
+def _lease(ask: Ask, lane_id: int, *, wide: bool) -> str:
+    return new_lease(lane_id, ask.group_id, wide=wide, ends_on_nack=ask.request.release_rest)
+
+
 def assign(asks: list[Ask]) -> list[Share]:
     """Give each ask the lanes that have waited longest, as many as it seems to need.
 
@@ -93,7 +97,7 @@ def assign(asks: list[Ask]) -> list[Share]:
     for ask in asks:
         request = ask.request
         if ask.lane is not None:
-            lease = None if request.auto_ack else new_lease(ask.lane.id, ask.group_id, wide=False)
+            lease = None if request.auto_ack else _lease(ask, ask.lane.id, wide=False)
             shares.append(Share(ask.lane.id, ask.group_id, None, ask, lease))
             continue
         taken: list[Share] = []
@@ -120,7 +124,7 @@ def assign(asks: list[Ask]) -> list[Share]:
             if len(taken) >= request.partitions or left <= 0:
                 break
         if taken and not request.auto_ack:
-            lease = new_lease(taken[0].lane_id, ask.group_id, wide=len(taken) > 1)
+            lease = _lease(ask, taken[0].lane_id, wide=len(taken) > 1)
             for share in taken:
                 share.lease = lease
     return shares

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Self
 
-from settled.queue import admin, deadletters, inspection, notes, pushing, transact
+from settled.queue import admin, deadletters, inspection, notes, pushing, refusals, releases, transact
 from settled.queue.core import Core
 from settled.queue.soon import Done
 from settled.queue.types import (
@@ -98,7 +98,10 @@ class Engine:
         self, items: Sequence[AckItem], group: str = QUEUE_MODE, *, atomic: bool = True
     ) -> list[AckResult]:
         """Settle delivered messages; `atomic`: if one cannot be, none is (the others say `not_applied`)."""
-        return await self._core.settler.settle(items, group, atomic=atomic)
+        results = await self._core.settler.settle(items, group, atomic=atomic)
+        await refusals.explain(self._core, items, group, results)
+        await releases.release_rest(self._core, items, group, results)
+        return results
 
     def ack_soon(
         self,

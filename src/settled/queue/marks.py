@@ -47,6 +47,7 @@ class Mark:
         self.result = AckResult(
             self.item.transaction_id, False, message, error, self.lane.queue.name, self.lane.name
         )
+        self.result.noop = self.kind == "ack" and error is SETTLED_BEFORE
 
 
 class Settlement:

@@ -37,6 +37,7 @@ class QueueOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
     `max_wait_time_seconds`, whichever is less) finds it among its dead letters. Without
     `dlq_after_max_retries` a message is tried again for ever; without `dead_letter_queue` what would become
     a dead letter is dropped, and only the journal tells. Both are on by default, so that nothing is lost.
+    With `release_rest` a nack gives back what is unsettled of its partition's batch.
     """
 
     lease_time: int = 300
@@ -56,6 +57,7 @@ class QueueOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
     encryption_enabled: bool = False
     max_wait_time_seconds: int = 0
     dedup_window_seconds: int = 7 * DAY
+    release_rest: bool = False
 
     def to_json(self) -> bytes:
         """The options as JSON with the API's names."""

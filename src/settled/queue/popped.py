@@ -98,8 +98,8 @@ class Popped(msgspec.Struct):
         """All messages as the inside of a JSON array, payloads spliced in as they were pushed.
 
         Each is `{"id","messageId","transactionId","traceId","data","producerSub","createdAt",("headers"),
-        ("contentType"),"retryCount","queue","partition","partitionId","leaseId","consumerGroup"}`; a payload that is not JSON
-        comes as a string (base64, with `"encoding":"base64"`, if it is not text).
+        ("contentType"),"retryCount","queue","partition","partitionId","leaseId","consumerGroup"}`; a payload
+        that is not JSON comes as a string (base64, with `"encoding":"base64"`, if it is not text).
         """
         whose = b',"leaseId":%b%b}' % (_encode(self.lease_id or ""), reader(self.group))
         parts: list[bytes] = []

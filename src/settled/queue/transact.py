@@ -14,6 +14,7 @@ from settled.queue.errors import BadRequest, Conflict, NotFound, Unavailable
 from settled.queue.lanes import check_uuid
 from settled.queue.marks import LEASE_LOST, Settlement
 from settled.queue.names import read_lease
+from settled.queue.releases import release, release_rest, released
 from settled.queue.schedule import schedule
 from settled.queue.types import (
     AckItem,
@@ -124,7 +125,11 @@ async def transaction(
     leases = [_required(lease) for lease in required_leases]
     work = _Pushes(core, pushes)
     async with work.room():
-        return await _transaction(core, work, operations, acks, leases)
+        result = await _transaction(core, work, operations, acks, leases)
+    if result.success:
+        settled = [each for each in result.results if isinstance(each, AckResult)]
+        await release_rest(core, acks, "", settled)
+    return result
 
 
 async def _transaction(
@@ -180,6 +185,7 @@ def _with_group(op: AckOp) -> AckItem:
         item.error,
         item.delay,
         item.group or op.group,
+        item.release_rest,
     )
 
 
@@ -236,7 +242,7 @@ async def extend(core: Core, lease_id: str, seconds: float) -> LeaseExtension:
             known = core.registry.lanes_by_id.get(row["lane_id"])
             if known is not None:
                 core.ready.hold(known.queue.id, known.id, group_id, row["lease_until"].timestamp())
-        return LeaseExtension(lease_id, True, until)
+        return LeaseExtension(lease_id, True, until, renewed=len(rows))
     expired = await core.pool.fetchval(sql("lease_state"), lanes, group_id, lease)
     return LeaseExtension(lease_id, False, error="Lease already expired" if expired else "Lease not found")
 
@@ -283,9 +289,7 @@ async def _cycle(
                 await core.settler.apply(connection, [settlement])
                 _check_cycle(settlement)
                 if ack is not None and release_lease and lease is not None:
-                    await connection.fetch(sql("release_lease"), lane.id, group_id, lease)
-                    await connection.fetch(sql("close_lease"), lane.id, group_id)
-                    await connection.fetch(sql("tell_release"), core.worker, lane.queue.id, lane.id, group_id)
+                    await release(core, connection, lane, group_id, lease)
         except Gone:
             work.forget()
             continue
@@ -298,13 +302,12 @@ async def _cycle(
         finally:
             core.pusher.free(busy)
         results = work.commit()
-        released = ack is not None and release_lease
-        if released:
-            core.ready.released(lane.queue.id, lane.id, group_id, None)
-            core.activity.ring()
+        free = ack is not None and release_lease
+        if free and lease is not None:
+            released(core, lane, group_id, lease)
         dead = any(mark.result is not None and mark.result.dlq for mark in settlement.marks)
         done = sum(mark.result is not None and mark.result.success for mark in settlement.marks)
-        return CycleResult(query_id, lane.uid, lane.queue.name, len(state_ops), results, done, released, dead)
+        return CycleResult(query_id, lane.uid, lane.queue.name, len(state_ops), results, done, free, dead)
     raise Unavailable("a queue of the cycle is deleted again and again", 0.1)
 
 

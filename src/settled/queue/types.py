@@ -130,7 +130,10 @@ class Appended(msgspec.Struct, frozen=True, gc=False):
 
 
 class PopRequest(msgspec.Struct, frozen=True):
-    """Which messages are wanted: of a queue, of one of its partitions, or of a namespace/task."""
+    """Which messages are wanted: of a queue, of one of its partitions, or of a namespace/task.
+
+    With `release_rest` the first nack in a partition gives back what is unsettled of that partition.
+    """
 
     queue: str | None = None
     partition: str | None = None
@@ -144,10 +147,14 @@ class PopRequest(msgspec.Struct, frozen=True):
     lease_seconds: int | None = None
     subscription_mode: str | None = None
     subscription_from: str | None = None
+    release_rest: bool = False
 
 
 class AckItem(msgspec.Struct, frozen=True, gc=False):
-    """How one delivered message is settled; `group` overrides the call's group."""
+    """How one delivered message is settled; `group` overrides the call's group.
+
+    `release_rest` gives back what is unsettled under the lease in the same partition.
+    """
 
     transaction_id: str
     partition_id: str
@@ -156,10 +163,11 @@ class AckItem(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     delay: float | None = None
     group: str | None = None
+    release_rest: bool = False
 
 
 class AckResult(msgspec.Struct, gc=False):
-    """The answer to one ack item: `success`, the outcome's name, and why not."""
+    """The answer to one ack item: `success`, the outcome's name, and why not; `noop`: settled before."""
 
     transaction_id: str
     success: bool
@@ -170,6 +178,7 @@ class AckResult(msgspec.Struct, gc=False):
     lease_released: bool = False
     dlq: bool = False
     attempts: int = 0
+    noop: bool = False
 
 
 class Acked(msgspec.Struct, frozen=True, gc=False):
@@ -202,12 +211,13 @@ class TransactionResult(msgspec.Struct):
 
 
 class LeaseExtension(msgspec.Struct):
-    """The answer to a lease renewal."""
+    """The answer to a lease renewal; `renewed` counts partitions."""
 
     lease_id: str
     success: bool
     expires_at: datetime | None = None
     error: str | None = None
+    renewed: int = 0
 
 
 class Configured(msgspec.Struct):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 import msgspec
 from msgspec import Raw, Struct
 
+from settled.queue.marks import LEASE_LOST, UNKNOWN
 from settled.queue.popped import place, reader
 from settled.queue.types import Outcome
 
@@ -44,8 +45,8 @@ LAGGING_AFTER = 300
 Kind = Literal["queue", "bus", "hybrid", "none"]
 
 _SAID = {
-    "invalid_lease": "Lease validation failed: Invalid or expired lease",
-    "not_found": "Message not found",
+    "invalid_lease": LEASE_LOST,
+    "not_found": UNKNOWN,
     "not_applied": "Not applied: another acknowledgment of the batch could not be settled",
 }
 
@@ -63,7 +64,7 @@ class Pushed(Struct, gc=False):
 
 
 class Acked(Struct, gc=False, rename="camel"):
-    """The answer to an ack, or one element of a batch's."""
+    """The answer to an ack, or one element of a batch's; `noop` where an ack came for a settled message."""
 
     index: int
     transaction_id: str
@@ -75,6 +76,7 @@ class Acked(Struct, gc=False, rename="camel"):
     lease_released: bool
     dlq: bool
     retry_count: int
+    noop: bool
 
 
 class BusStatus(TypedDict):
@@ -133,6 +135,7 @@ def acked(index: int, result: AckResult) -> Acked:
         result.lease_released,
         result.dlq,
         result.attempts,
+        result.noop,
     )
 
 
@@ -177,6 +180,7 @@ def extended(result: LeaseExtension) -> Extended:
         "leaseId": result.lease_id,
         "success": result.success,
         "error": result.error,
+        "renewed": result.renewed,
         "expiresAt": result.expires_at,
         "newExpiresAt": result.expires_at,
     }

@@ -49,6 +49,7 @@ class AckBody(Body):
     consumer_group: str | None = None
     error: str | None = None
     delay_seconds: float | None = None
+    release_rest: bool | None = None
 
 
 class AckBatchBody(Body):
@@ -68,10 +69,12 @@ class AckOperation(AckBody, tag_field="type", tag="ack"):
 
 
 class TransactionBody(Body):
-    """POST /api/v1/transaction."""
+    """POST /api/v1/transaction; `kv` and `timers`, which Queen MQ 2.x has, are refused, never ignored."""
 
     operations: list[PushOperation | AckOperation]
     required_leases: list[str] | None = None
+    kv: None = None
+    timers: None = None
 
 
 class ExtendBody(Body):

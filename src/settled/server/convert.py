@@ -135,9 +135,19 @@ def partition_id(value: str, field: str = "partitionId") -> str:
     return text
 
 
+def letter_id(value: str) -> str:
+    """The id of a dead letter; Queen MQ's clients put `dlq:` before it.
+
+    >>> letter_id("dlq:0197c5f1-27e4-7b0f-8b57-7b9d1c3d9a52")
+    '0197c5f1-27e4-7b0f-8b57-7b9d1c3d9a52'
+    """
+    return partition_id(value.removeprefix("dlq:"), "id")
+
+
 def plain_ack(body: bodies.AckBody) -> bool:
     """Whether a message was handled, and nothing else is said about it."""
-    return body.status in DONE and body.error is None and body.delay_seconds is None
+    extra = body.error is not None or body.delay_seconds is not None or bool(body.release_rest)
+    return body.status in DONE and not extra
 
 
 def ack_item(body: bodies.AckBody, at: str, group: str | None) -> AckItem:
@@ -159,6 +169,7 @@ def ack_item(body: bodies.AckBody, at: str, group: str | None) -> AckItem:
         body.error,
         _delay(body.delay_seconds, f"{at}delaySeconds"),
         own,
+        bool(body.release_rest),
     )
 
 
@@ -174,7 +185,13 @@ def ack_items(body: bodies.AckBatchBody) -> list[AckItem]:
         transaction_id, lease_id = ack.transaction_id, ack.lease_id
         plain = ack.error is None and ack.consumer_group is None and ack.delay_seconds is None
         # The usual ack of a batch, without a call or a formatted field name for each.
-        if plain and lease_id and len(lease_id) == UUID_SIZE and 0 < len(transaction_id) <= NAME_LIMIT:
+        if (
+            plain
+            and not ack.release_rest
+            and lease_id
+            and len(lease_id) == UUID_SIZE
+            and 0 < len(transaction_id) <= NAME_LIMIT
+        ):
             if ack.partition_id != seen:
                 seen = ack.partition_id
                 canonical = partition_id(seen, f"acknowledgments[{i}].partitionId")

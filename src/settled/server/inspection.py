@@ -10,7 +10,7 @@ from settled.queue.types import JournalEntry, QueueOptions
 
 from . import answers, bodies
 from .answers import BusStatus, Mode
-from .convert import partition_id
+from .convert import letter_id, partition_id
 from .exchange import Answer, HttpError, Request, bad, ok
 from .openapi import Data, Paged, Pagination, Time
 from .parse import LIMIT, OFFSET, QUEUE_MODE, Query, decode, name
@@ -242,8 +242,8 @@ class DeadLetters:
         )
 
     async def requeue(self, request: Request) -> Answer:
-        """POST /api/v1/dlq/{id}/retry."""
-        result = await self._engine.requeue(partition_id(request.segments[0], "id"))
+        """POST /api/v1/dlq/{id}/retry and .../replay."""
+        result = await self._engine.requeue(letter_id(request.segments[0]))
         return ok(
             {
                 "success": True,
@@ -256,7 +256,7 @@ class DeadLetters:
 
     async def delete(self, request: Request) -> Answer:
         """DELETE /api/v1/dlq/{id}."""
-        letter = partition_id(request.segments[0], "id")
+        letter = letter_id(request.segments[0])
         if not await self._engine.delete_dead_letters([letter]):
             raise HttpError(404, f"dead letter not found: {letter}")
         return ok({"success": True, "id": letter})

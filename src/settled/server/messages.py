@@ -105,11 +105,12 @@ class TransactionRefused(TypedDict):
 
 
 class Extended(TypedDict):
-    """Until when the lease is held, or why not."""
+    """Until when the lease is held and on how many partitions, or why not."""
 
     leaseId: str
     success: bool
     error: str | None
+    renewed: int
     expiresAt: Time | None
     newExpiresAt: Time | None
 
@@ -187,6 +188,7 @@ class Messages:
                 auto_ack=query.auto_ack,
                 wait=query.wait,
                 lease_seconds=query.lease_seconds,
+                release_rest=query.release_rest,
                 subscription_mode=query.mode,
                 subscription_from=query.origin,
             ),
@@ -275,6 +277,8 @@ class Messages:
             # As plain_ack, without a call for each.
             if ack.error is not None or ack.delay_seconds is not None or ack.status not in DONE:
                 return False
+            if ack.release_rest:
+                return False
         ids = [ack.transaction_id for ack in acks]
 
         def done(settled: Acked | Exception | None) -> None:
@@ -319,7 +323,7 @@ class Messages:
             (r.message for r in result.results if isinstance(r, AckResult) and r.message != "not_applied"),
             "conflict",
         )
-        return ok({**answer, "error": result.error or "Transaction failed", "message": why}, 409)
+        return ok({**answer, "error": f"Transaction rolled back: {result.error}", "message": why}, 409)
 
 
 @lru_cache(maxsize=4096)
@@ -336,6 +340,7 @@ def pop_request(segments: tuple[str, ...], raw: bytes) -> PopRequest:
         auto_ack=query.auto_ack,
         wait=query.wait,
         lease_seconds=query.lease_seconds,
+        release_rest=query.release_rest,
         subscription_mode=query.mode,
         subscription_from=query.origin,
     )

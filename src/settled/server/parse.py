@@ -29,6 +29,8 @@ OFFSET = 2**31 - 1
 AUTOPILOT_BATCH = 200
 AUTOPILOT_PARTITIONS = 10
 QUEUE_MODE = "__QUEUE_MODE__"
+# Where a new group starts: the words that clients send, and the mode each means.
+SUBSCRIPTION_MODES = {"all": "all", "new": "new", "new-only": "new", "from_beginning": "all"}
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<where>.*)`)?$", re.DOTALL)
 _EXPECTED = re.compile(r"^Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`$")
@@ -102,6 +104,8 @@ def explain(error: str, type_: Any = Any) -> HttpError:
         why = "is required to ensure message uniqueness" if field == "partitionId" else "is required"
         return bad(f"{where}.{field}" if where else field, why)
     expected = _EXPECTED.match(what)
+    if expected and expected["wanted"] == "null":
+        return bad(where, "is not supported by this server; leave it out")
     if expected:
         wanted = " or ".join(_WORDS.get(word.strip(), word.strip()) for word in expected["wanted"].split("|"))
         return bad(where or "body", f"must be {wanted}, got {expected['got']}")
@@ -250,6 +254,7 @@ class PopQuery(msgspec.Struct, frozen=True):
     group: str
     auto_ack: bool
     lease_seconds: int | None
+    release_rest: bool
     mode: str | None
     origin: str | None
     namespace: str | None
@@ -276,6 +281,8 @@ def pop_query(raw: bytes) -> PopQuery:
         group=query.name("consumerGroup") or QUEUE_MODE,
         auto_ack=query.flag("autoAck"),
         lease_seconds=query.integer("leaseSeconds", 0, 0, 86_400) or None,
+        # Clients that send autopilot (Queen MQ 1.2 and later) drop the rest of their batch after a nack.
+        release_rest=query.flag("releaseRest", autopilot),
         mode=mode,
         origin=origin,
         namespace=query.name("namespace"),
@@ -287,10 +294,10 @@ def _start(query: Query) -> tuple[str | None, str | None]:
     """Where a new group begins: a mode, or the time it starts from; both None for the server's default."""
     origin = query.text("subscriptionFrom")
     mode = query.text("subscriptionMode")
-    if mode not in (None, "all", "new", "new-only"):
-        raise bad("subscriptionMode", f"must be all or new, got {mode[:64]!r}")
+    if mode is not None and mode not in SUBSCRIPTION_MODES:
+        raise bad("subscriptionMode", f"must be one of {', '.join(SUBSCRIPTION_MODES)}, got {mode[:64]!r}")
     if origin is None:
-        return ("new" if mode == "new-only" else mode), None
+        return (None if mode is None else SUBSCRIPTION_MODES[mode]), None
     if origin in ("now", "new"):
         return "new", None
     if origin in ("beginning", "all"):

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 FOUND_LIMIT = 4096
 SEGMENT_LIMIT = 1024
 POPS = b"/api/v1/pop"
+# Routes of newer versions of Queen MQ, by what they are: its clients should hear that they are not here.
+FOREIGN = {
+    b"/api/v1/kv": "the key-value store",
+    b"/api/v1/timers": "timers",
+    b"/api/v1/locks": "locks",
+    b"/api/v1/fetch": "reading by offset",
+    b"/api/v1/partitions/changed": "listing changed partitions",
+    b"/api/v1/ephemeral": "ephemeral queues",
+}
 
 
 class Route(NamedTuple):
@@ -85,7 +94,7 @@ class Router:
         method = "GET" if headed else request.method
         found = _walk(self._root, request.path.split(b"/"), 1, ())
         if found is None:
-            raise HttpError(404, f"no such route: {request.method} {request.path.decode('latin-1')}")
+            raise HttpError(404, _missing(request))
         node, raw = found
         request.label = next(iter(node.methods.values())).path
         route = node.methods.get(method)
@@ -97,6 +106,18 @@ class Router:
                 extra=b"allow: " + allowed.encode() + b"\r\n",
             )
         return route, tuple(_decode(part) for part in raw)
+
+
+def _missing(request: Request) -> str:
+    """The text of a 404: a route of Queen MQ that this server does not have is named as such."""
+    asked = f"{request.method} {request.path.decode('latin-1')}"
+    for path, name in FOREIGN.items():
+        if request.path == path or request.path.startswith(path + b"/"):
+            return (
+                f"{asked} is not served: {name} of Queen MQ is not part of Settled, "
+                "which speaks the HTTP API of Queen MQ 0.15 and 1.x (docs/from-queen.md)"
+            )
+    return f"no such route: {asked}"
 
 
 def _walk(

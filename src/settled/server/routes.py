@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import answers, bodies, inspection, messages, queues, streams, system
 from .inspection import DeadLetters, Inspection
 from .openapi import Answered, Delivery, Parameter, PushedItem, PushFailed
+from .parse import SUBSCRIPTION_MODES
 from .queues import Groups, Queues
 from .router import Route
 from .streams import Streams
@@ -33,11 +34,12 @@ _POP = (
     P(
         "subscriptionMode",
         "string",
-        "Where a new group starts: all or new.",
-        choices=("all", "new", "new-only"),
+        "Where a new group starts: all (or from_beginning), or new (or new-only).",
+        choices=tuple(SUBSCRIPTION_MODES),
     ),
     P("subscriptionFrom", "string", "Where a new group starts: now, or an ISO 8601 time."),
-    P("autopilot", "boolean", "Let the server choose batch and partitions."),
+    P("autopilot", "boolean", "Let the server choose batch and partitions; implies releaseRest."),
+    P("releaseRest", "boolean", "A nack gives back what is unsettled of its partition's batch."),
 )
 _SPACE = (P("namespace", "string", "Only this namespace."), P("task", "string", "Only this task."))
 _PAGE = (
@@ -233,6 +235,12 @@ def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: En
             "/api/v1/dlq/{id}/retry",
             d.requeue,
             "Put a dead letter back.",
+            A(inspection.Requeued, (404, 409, 429)),
+        ),
+        post(
+            "/api/v1/dlq/{id}/replay",
+            d.requeue,
+            "Put a dead letter back, by the name that Queen MQ gives this.",
             A(inspection.Requeued, (404, 409, 429)),
         ),
         delete("/api/v1/dlq/{id}", d.delete, "Drop a dead letter.", A(inspection.Dropped, (404,))),

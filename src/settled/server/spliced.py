@@ -41,7 +41,7 @@ def _place(partition_id: str, queue: str) -> str:
 def _settled(queue: str, partition: str, lease_released: bool) -> str:
     return (
         b'"success":true,"message":"acknowledged","error":null,"queueName":%b,"partitionName":%b,'
-        b'"leaseReleased":%b,"dlq":false,"retryCount":0}'
+        b'"leaseReleased":%b,"dlq":false,"retryCount":0,"noop":false}'
         % (encode(queue), encode(partition), encode(lease_released))
     ).decode()
 

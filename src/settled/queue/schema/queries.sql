@@ -321,6 +321,12 @@ select h.lane_id, h.seq from unnest($1::bigint[], $2::bigint[], $3::bigint[]) r 
 select s.first_seq, s.n, s.created_at, s.body from segment s
  where s.lane_id = $1 and s.first_seq < $2 order by s.first_seq desc limit $3
 
+-- name: newest_of_lane
+select n.first_seq, n.created_at, n.body
+  from (select s.first_seq, s.created_at, s.body, sum(pg_column_size(s.body)) over (order by s.first_seq desc) as size
+          from (select first_seq, created_at, body from segment where lane_id = $1 order by first_seq desc limit 64) s) n
+ where n.size <= 4194304 order by n.first_seq desc
+
 -- name: segment_by_hash
 select s.first_seq, s.created_at, s.body from segment s
  where s.lane_id = $1 and s.hashes is not null and position($2::bytea in s.hashes) > 0 order by s.first_seq desc
@@ -395,6 +401,7 @@ delete from stream_state where query_id = $1 and lane_id = $2 and key = any ($3:
 -- name: release_lease
 update consumer set answered = ~(answered & ~answered), parked_out = '{}'
  where lane_id = $1 and group_id = $2 and lease = $3
+returning lane_id
 
 -- name: close_lease
 update consumer c0 set cursor = x.cursor, base = x.base, done = x.done, answered = x.answered, lease = x.lease,
