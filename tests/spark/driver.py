@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -66,7 +67,9 @@ def charge(order: dict[str, Any]) -> dict[str, Any] | None:
         (folder / "working").touch()
         while not (folder / "go").exists():
             time.sleep(0.05)
-    if order["id"] % 10 == 7:
+    if random.random() < PLAN.get("chance", 0):  # noqa: S311 - a failure by chance
+        raise OSError("the bank is away")
+    if not PLAN.get("chance") and order["id"] % 10 == 7:
         raise ValueError("never works")
     return {"invoice": order["id"]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import signal
 import uuid
@@ -154,6 +155,37 @@ def test_a_driver_killed_at_every_point_in_turn_loses_and_doubles_nothing(
     ]
     totals = stall.totals(stream)
     assert (totals["acked"], totals["dead"], totals["retried"], totals["pushed"]) == (900, 100, 100, 900)
+
+
+def test_each_message_has_one_result_after_kills_with_failures_by_chance(
+    spark: SparkSession, stall: Stall, run: Run, tmp_path: Path
+) -> None:
+    """Defect S17."""
+    stream, target = stall.stream(), stall.stream()
+    stall.consumer(stream, max_deliver=-1, backoff=[0.01])
+    stall.put(stream, [{"id": i} for i in range(800)])
+    plan: dict[str, Any] = {
+        "url": stall.url, "queue": stream, "to": f"{target}.out", "checkpoint": str(tmp_path / "checkpoint"),
+        "point": "staging", "chance": 0.2,
+    }  # fmt: skip
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        with driver({**plan, "folder": str(tmp_path / str(number))}) as process:
+            assert process.wait(180) == -signal.SIGKILL, process.output()  # type: ignore[attr-defined]
+    assert len(stall.all(target)) > 300  # published, and not settled
+
+    def by_chance(order: dict[str, Any]) -> dict[str, Any]:
+        if random.random() < 0.2:  # noqa: S311 - a failure by chance
+            raise OSError("the bank is away")
+        return {"invoice": order["id"]}
+
+    for _ in range(20):
+        df = read_queue(spark, url=stall.url, stream=stream, consumer="g").transform(attempt(by_chance))
+        run(df, to=plan["to"], where=plan["checkpoint"])
+        if stall.books(stream).cursor == 801 and not stall.books(stream).retries:
+            break
+    assert sorted(msgspec.json.decode(m.data)["invoice"] for m in stall.all(target)) == list(range(800))
+    assert stall.totals(stream)["acked"] == 800
 
 
 def result(tenant: str, provider: str) -> dict[str, Any]:

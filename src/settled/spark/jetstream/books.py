@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -58,6 +59,8 @@ class Manifest(msgspec.Struct, frozen=True):
     claimed_at: float
     missed: int = 0
     """Messages before it that were removed from the stream before anyone claimed them."""
+    repeated: bool = False
+    """Whether it was read more than once: an earlier run may have published results of it."""
 
     def due(self) -> set[int]:
         """The single messages in it."""
@@ -111,6 +114,16 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         return Totals(batches=self.batches + 1, **sums)
 
 
+class Doubt(NamedTuple):
+    """Messages [first, end) that come again although a run that died may have published their results."""
+
+    first: int
+    end: int
+    since: float
+    until: float
+    """Such a result is in its target from `since` to `until`."""
+
+
 class Books(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known of a group on a stream, as one value."""
 
@@ -129,6 +142,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     serving: int = 0
     retries: dict[int, tuple[int, float]] = {}
     """By sequence, how often it was attempted and when it is due."""
+    doubts: tuple[Doubt, ...] = ()
     open: Manifest | None = None
     last: Settlement | None = None
     totals: Totals = Totals()
@@ -207,8 +221,12 @@ def settle(
     pushed: int,
     now: float,
     in_order: bool,
+    repeated: Collection[int] = (),
 ) -> Books:
-    """The books after the batch: the cursor behind it, and what comes again, as one change."""
+    """The books after the batch: the cursor behind it, and what comes again, as one change.
+
+    `repeated` are sequences of tasks that ran more than once, although the batch did not.
+    """
     due = batch.due()
     _check(batch, due, outcomes)
     cursor, held = batch.end, 0
@@ -252,9 +270,44 @@ def settle(
         errors=tuple(errors),
         failures=tuple(failures),
     )
+    doubts = _doubts(books, batch, cursor, retries, repeated, now)
     return msgspec.structs.replace(
-        books, cursor=cursor, retries=retries, open=None, last=one, totals=books.totals.plus(one)
+        books,
+        cursor=cursor,
+        retries=retries,
+        doubts=doubts,
+        open=None,
+        last=one,
+        totals=books.totals.plus(one),
     )
+
+
+def _doubts(
+    books: Books,
+    batch: Manifest,
+    cursor: int,
+    retries: Collection[int],
+    repeated: Collection[int],
+    now: float,
+) -> tuple[Doubt, ...]:
+    """Of the messages that come again, those whose results may be in the target already."""
+    waiting = sorted(retries)
+    kept = [
+        d for d in books.doubts
+        if d.end > cursor or bisect_left(waiting, d.first) < bisect_left(waiting, d.end)
+    ]  # fmt: skip
+    ours = batch.due() | {seq for seq in retries if batch.first <= seq < batch.end}
+    again = sorted(seq for seq in ours if seq in retries and (batch.repeated or seq in repeated))
+    since, fresh = batch.claimed_at, list[Doubt]()
+    if cursor < batch.end and (batch.repeated or repeated):
+        fresh.append(Doubt(cursor, batch.end, since, now))
+        again = [seq for seq in again if not cursor <= seq < batch.end]
+    for seq in again:
+        if fresh and fresh[-1].end == seq:
+            fresh[-1] = fresh[-1]._replace(end=seq + 1)
+        else:
+            fresh.append(Doubt(seq, seq + 1, since, now))
+    return (*kept, *fresh)
 
 
 def _check(batch: Manifest, due: set[int], outcomes: Sequence[Outcome]) -> None:

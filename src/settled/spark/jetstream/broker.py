@@ -65,9 +65,12 @@ class JetStream:
         numbers = {m.batch for m in staged if m.batch is not None}
         if len(numbers) > 1:
             raise Conflict(f"rows of batches {sorted(numbers)} came together: settle one stream a query")
-        outcomes = [outcome for m in staged for outcome in m.outcomes()]
+        told = [(m.repeated, m.outcomes()) for m in staged]
+        outcomes = [outcome for _, some in told for outcome in some]
+        repeated = {outcome.sequence for again, some in told if again for outcome in some}
         reader = Reader(self._settings, link_to(self._settings.url))
-        return reader.settle(numbers.pop() if numbers else None, outcomes, sum(m.pushed for m in staged))
+        pushed = sum(m.pushed for m in staged)
+        return reader.settle(numbers.pop() if numbers else None, outcomes, pushed, repeated)
 
 
 def check(settings: Options) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,6 +75,7 @@ class Reader:
         self._in_order = settings.ordering == "in_order"
         self._finished = 0
         self._missed = 0
+        self._fresh = 0
         self._name = ""
 
     def hold(self, *, streaming: bool) -> None:
@@ -237,6 +238,7 @@ class Reader:
                 ledger.forgetting(now), open=batch, newest=batch.number, serving=batch.number
             )
             if self._write(now, value) is not None:
+                self._fresh = batch.number
                 return batch.number
 
     def _warn_missed(self, cursor: int, missed: int) -> None:
@@ -259,14 +261,17 @@ class Reader:
                     f"{now.newest}): the checkpoint belongs to another server, or the books in bucket "
                     f"{BUCKET} were deleted; start with a new checkpoint location"
                 )
-            if now.serving == number:
+            batch = now.open if now.open is not None and now.open.number == number else None
+            if batch is not None and number != self._fresh:
+                batch = msgspec.structs.replace(batch, repeated=True)
+            planned = msgspec.structs.replace(now, serving=number, open=batch or now.open)
+            if planned == now or self._write(planned, value) is not None:
                 break
-            if self._write(msgspec.structs.replace(now, serving=number), value) is not None:
-                break
-        if now.open is None or now.open.number != number:
+        self._fresh = 0
+        if batch is None:
             return []
         tasks = []
-        for place, piece in enumerate(now.open.pieces):
+        for place, piece in enumerate(batch.pieces):
             due = set(piece.due)
             failed = {
                 seq: n
@@ -276,8 +281,13 @@ class Reader:
             tasks.append(Task(number, place, piece, now.terms.subjects, failed))
         return tasks
 
-    def settle(self, number: int | None, outcomes: Sequence[Outcome], pushed: int) -> Settled:
-        """Settle a batch with what its tasks say; doing it again changes nothing."""
+    def settle(
+        self, number: int | None, outcomes: Sequence[Outcome], pushed: int, repeated: Collection[int] = ()
+    ) -> Settled:
+        """Settle a batch with what its tasks say; doing it again changes nothing.
+
+        `repeated` are the sequences, of those in `outcomes`, of tasks that ran more than once.
+        """
         while True:
             now, value = self._own_books()
             chosen = now.serving if number is None else number
@@ -291,8 +301,9 @@ class Reader:
                 )
             read = self._read(now.open)
             after = ledger.settle(
-                now, now.open, outcomes, read, pushed=pushed, now=time.time(), in_order=self._in_order
-            )
+                now, now.open, outcomes, read,
+                pushed=pushed, now=time.time(), in_order=self._in_order, repeated=repeated,
+            )  # fmt: skip
             if self._write(after, value) is not None:
                 break
         self._finish(after)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pyarrow as pa
+from pyspark import TaskContext
 from pyspark.sql.datasource import WriterCommitMessage
 
 from settled.queue.errors import Conflict
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 ERROR_LIMIT = 2_000
 _AT_ONCE = 1_000
 _MARGIN = 30.0
+Window = tuple[float, float]
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Outcome]).decode
 
@@ -42,6 +47,8 @@ class Staged(WriterCommitMessage):
     batch: int | None = None
     body: bytes = b""
     pushed: int = 0
+    repeated: bool = False
+    """Whether Spark ran the task before: results of it may be published."""
 
     def outcomes(self) -> list[Outcome]:
         """The rows that were not acknowledged."""
@@ -81,7 +88,11 @@ class Staging:
         self._outcomes: list[Outcome] = []
         self._pushes: list[Outgoing] = []
         self._pushed = 0
-        self._known: set[str] | None = None
+        self._known: set[str] = set()
+        # Times in which results of these rows may have been published, and those that were looked at.
+        self._windows: set[Window] = set()
+        self._looked: set[Window] = set()
+        self._doubts: dict[Window, list[tuple[int, int]]] = {}
         # How many results of a message there were: each has an id of its own.
         self._results: dict[int, int] = {}
         self._books: Books | None = None
@@ -118,7 +129,12 @@ class Staging:
             value = Bucket(self._link).get(f"{settings.queue}.{settings.group}")
             self._books = msgspec.json.decode(value.data, type=Books)
             self._limit = self._link.run(_max_payload)
-        identity = f"settled:{self._books.name}.{settings.queue}.{settings.group}.{self._batch}.{seq}"
+            for first, end, since, until in sorted(self._books.doubts):
+                self._doubts.setdefault((since, until), []).append((first, end))
+            if self._books.open is not None:
+                self._windows.add((self._books.open.claimed_at, math.inf))
+        # Without the batch's number: a message that comes again in a later batch has one result all the same.
+        identity = f"settled:{self._books.name}.{settings.queue}.{settings.group}.{seq}"
         number = self._results[seq] = self._results.get(seq, 0) + 1
         if number > 1:
             identity = f"{identity}.{number}"
@@ -129,6 +145,7 @@ class Staging:
             return
         self._pushed += 1
         self._pushes.append(result)
+        self._windows.update(window for window, ranges in self._doubts.items() if _within(seq, ranges))
         if len(self._pushes) >= _AT_ONCE:
             self._send()
 
@@ -138,14 +155,14 @@ class Staging:
             self._outcomes.append(outcome)
 
     def _send(self) -> None:
-        if self._known is None:
-            batch = self._books.open if self._books is not None else None
-            since = batch.claimed_at if batch is not None else time.time()
-            subject = self._pushes[0].subject
-            self._known = self._link.run(lambda connection: _sent_since(connection, subject, since))
-        known, pushes = self._known, self._pushes
+        pushes, self._pushes = self._pushes, []
+        subject = pushes[0].subject
+        for since, until in self._windows - self._looked:
+            found = self._link.run(lambda c, since=since, until=until: _sent(c, subject, since, until))  # type: ignore[misc]
+            self._known |= found
+        self._looked |= self._windows
+        known = self._known
         fresh = [one for one in pushes if one.headers[MSG_ID] not in known] if known else pushes
-        self._pushes = []
         self._link.run(lambda connection: publish_all(connection, fresh))
 
     def finish(self) -> Staged:
@@ -153,15 +170,21 @@ class Staging:
         if self._pushes:
             self._send()
         body = zlib.compress(_encode(self._outcomes), 1) if self._outcomes else b""
-        return Staged(self._batch, body, self._pushed)
+        task = TaskContext.get()
+        return Staged(self._batch, body, self._pushed, task is not None and task.attemptNumber() > 0)
+
+
+def _within(seq: int, ranges: list[tuple[int, int]]) -> bool:
+    place = bisect_right(ranges, (seq, sys.maxsize)) - 1
+    return place >= 0 and seq < ranges[place][1]
 
 
 async def _max_payload(connection: Connection) -> int:
     return (await connection.open()).max_payload
 
 
-async def _sent_since(connection: Connection, subject: str, since: float) -> set[str]:
-    """The ids in a target since a batch was claimed, if that is longer ago than its stream remembers them.
+async def _sent(connection: Connection, subject: str, since: float, until: float) -> set[str]:
+    """The ids in a target from one time to another, if that is longer ago than its stream remembers them.
 
     Within the stream's duplicate window the server itself drops what it has.
     """
@@ -170,10 +193,11 @@ async def _sent_since(connection: Connection, subject: str, since: float) -> set
         return set()
     name, found = config.name or "", set[str]()
     start = datetime.fromtimestamp(since - _MARGIN, UTC).isoformat()
+    end = datetime.fromtimestamp(until + _MARGIN, UTC).isoformat() if until < math.inf else "~"
     some = await fetch(connection, name, start_time=start, batch=FETCH)
     while some.messages:
         found.update(m.own_id or "" for m in some.messages)
-        if not some.more:
+        if not some.more or some.messages[-1].time > end:
             break
         some = await fetch(connection, name, seq=some.messages[-1].sequence + 1, batch=FETCH)
     return found
