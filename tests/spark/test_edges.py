@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import threading
 from typing import Any
 
 import msgspec
@@ -10,7 +11,16 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from settled import App, ConfigurationError, Defer, Message, Reject, current_message
+from settled import (
+    App,
+    ConfigurationError,
+    Defer,
+    Message,
+    Reject,
+    current_message,
+    feature_switch,
+    features,
+)
 from settled.queue import PushItem
 from settled.queue.errors import BadRequest
 from settled.spark import attempt, read_queue, settle_batch
@@ -21,6 +31,36 @@ from tests.spark.conftest import Shop
 class Price(msgspec.Struct):
     id: int
     price: decimal.Decimal = decimal.Decimal(0)
+
+
+@feature_switch("discounts")
+def discount(order: dict[str, int]) -> dict[str, int]:
+    return {"order": order["id"]}
+
+
+@pytest.mark.parametrize("mode", ["udf", "fused"])
+def test_a_feature_flag_that_the_driver_sets_holds_where_the_handler_runs(
+    spark: SparkSession, shop: Shop, mode: str
+) -> None:
+    """Defect S12. Executors import this module, and it sets no flag."""
+    queue = shop.queue()
+    for number, flag in enumerate((True, False, lambda: True)):
+        features["discounts"] = flag
+        shop.push(queue, [{"id": number}], lanes=1)
+        df = read_queue(spark, queue, "g", url=shop.dsn, streaming=False)
+        df = (df.where("true") if mode == "udf" else df).transform(attempt(discount))
+        settle_batch(df, to=queue + "-out")
+    assert [one["order"] for one in shop.pop_all(queue + "-out")["p0"]] == [0, 2]
+    assert shop.totals(queue)["acked"] == 3
+
+
+def test_a_flag_that_cannot_be_sent_is_named(spark: SparkSession, shop: Shop) -> None:
+    """Defect S12."""
+    lock = threading.Lock()
+    features["discounts"] = lambda: lock.locked()
+    rows = read_queue(spark, shop.queue(), "g", url=shop.dsn, streaming=False)
+    with pytest.raises(ConfigurationError, match="feature 'discounts': its flag cannot be sent to executors"):
+        rows.transform(attempt(discount))
 
 
 def errors(shop: Shop, queue: str) -> dict[int, str | None]:

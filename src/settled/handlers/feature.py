@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 from settled.handlers.layers import Layer, wrap
@@ -44,6 +44,10 @@ class Features:
 
     def __contains__(self, name: str) -> bool:
         return name in self._flags
+
+    def items(self) -> Iterable[tuple[str, Flag]]:
+        """All flags by name."""
+        return list(self._flags.items())
 
 
 features = Features()
@@ -90,6 +94,8 @@ def feature_switch(flag: str | Flag, *, dont_ack: bool = False) -> Callable[[H],
     def decorate(handler: H) -> H:
         if inspect.iscoroutinefunction(flag) and not inspect.iscoroutinefunction(handler):
             raise ConfigurationError(f"feature_switch: flag {shown} is async, the handler is not")
-        return wrap(handler, Layer("feature_switch", releases=dont_ack, check=check), sync, async_)
+        named = flag if isinstance(flag, str) else ""
+        layer = Layer("feature_switch", releases=dont_ack, check=check, feature=named)
+        return wrap(handler, layer, sync, async_)
 
     return decorate

@@ -27,6 +27,8 @@ class Layer:
     """It may release a message instead of acknowledging it."""
     check: Callable[[], None] | None = None
     """Run when the app starts; raises ConfigurationError if the decorator cannot work."""
+    feature: str = ""
+    """The flag in `features` that it looks up."""
 
 
 def layers(handler: Callable[..., Any]) -> tuple[Layer, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from settled import codec
+from settled.handlers.feature import features
 from settled.handlers.layers import layers
 from settled.message import DONE, Delivery, Message, Metadata, in_hand
 from settled.queue.segment import PRODUCER_KEY, TRACE_KEY, TYPE_KEY
@@ -57,6 +58,8 @@ class Job:
     """The result's Spark type as JSON; None for bytes of JSON."""
     lease_seconds: float = 60.0
     """How long a message that its handler left alone stays away."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """The driver's feature flags; a process that runs the handler has them too."""
 
     def subscription(self) -> Subscription:
         """The handler as a pump would run it; ConfigurationError if it cannot run here."""
@@ -67,6 +70,8 @@ class Job:
             raise ConfigurationError(
                 f"handler {subscription.name}: Spark runs plain functions; write def, not async def"
             )
+        for name, flag in self.flags.items():
+            features[name] = flag
         for layer in layers(self.handler):
             if layer.check is not None:
                 layer.check()

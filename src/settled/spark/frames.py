@@ -21,7 +21,7 @@ from settled.spark.attempts import ACK, INVALID, Job
 from settled.spark.options import Options, is_nats
 from settled.spark.origin import Origin
 from settled.spark.settling import raw, settling, sink_options
-from settled.spark.shipping import dumps, names_of
+from settled.spark.shipping import dumps, flags_of, names_of
 from settled.spark.source import new_holder
 from settled.spark.types import spark_type
 from settled.spark.udfs import attempting, decoded
@@ -243,7 +243,8 @@ def _missing(value: Column, kind: StructType, before: str = "") -> Iterator[tupl
 def _job(handler: Callable[..., Any], origin: Origin, result: Any, policy: Policy) -> Job:
     kind = None if result is None else spark_type(result).json()
     names, in_order, lease = names_of(handler), origin.in_order, origin.lease_seconds
-    job = Job(handler, policy, names, origin.queue, origin.group, in_order, kind, lease)
+    flags = flags_of(handler)
+    job = Job(handler, policy, names, origin.queue, origin.group, in_order, kind, lease, flags)
     job.subscription()  # what cannot work is said here, not on an executor
     return job
 

@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pyspark.cloudpickle import cloudpickle
 
+from settled.handlers.feature import features
+from settled.handlers.layers import layers
+from settled.signals import ConfigurationError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -149,6 +153,24 @@ def dumps(value: Any) -> str:
 def loads(text: str) -> Any:
     """The value again; the same text gives the same value, so decoders are made once in a worker."""
     return pickle.loads(base64.b64decode(text))  # noqa: S301 - the driver's own
+
+
+def flags_of(handler: Callable[..., Any]) -> dict[str, Any]:
+    """The feature flags of this process that can be sent; those the handler names must be among them."""
+    named = {layer.feature for layer in layers(handler)}
+    found: dict[str, Any] = {}
+    for name, flag in features.items():
+        try:
+            dumps(flag)
+        except Exception as error:
+            if name in named:
+                raise ConfigurationError(
+                    f"feature {name!r}: its flag cannot be sent to executors ({error}); give a bool, or a "
+                    "function of a module that they have"
+                ) from error
+        else:
+            found[name] = flag
+    return found
 
 
 def names_of(handler: Callable[..., Any]) -> dict[str, Any]:
