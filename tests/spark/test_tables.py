@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
+from typer.testing import CliRunner
 
-from settled import Reject
+from settled import ConfigurationError, Reject
 from settled.queue.errors import BadRequest
 from settled.spark import attempt, read_queue, settle_each, to_delta, to_iceberg, to_parquet
+from settled.spark.command import app
 from tests.spark.conftest import Shop, finished
 
 
@@ -74,3 +77,35 @@ def test_a_repeated_batch_replaces_what_it_wrote_to_parquet_delta_and_iceberg(
 def test_a_table_without_a_namespace_is_refused_where_it_is_named() -> None:
     with pytest.raises(BadRequest, match=r"name: must be a table in a namespace, like shop.invoices"):
         to_iceberg("invoices")
+
+
+@pytest.mark.parametrize(
+    ("package", "what", "extra"),
+    [("deltalake", "to_delta()", "delta"), ("pyiceberg", "to_iceberg()", "iceberg")],
+)
+def test_a_table_whose_package_is_missing_is_refused_where_it_is_named(
+    package: str, what: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect S16."""
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigurationError) as told:
+        to_delta("table") if extra == "delta" else to_iceberg("shop.invoices")
+    assert str(told.value) == f"{what} needs the package {package}: pip install 'settled[spark,{extra}]'"
+
+
+def test_an_export_as_delta_without_its_package_is_refused_before_spark_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect S16."""
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    arguments = [
+        "export",
+        str(tmp_path),
+        "--format",
+        "delta",
+        "--url",
+        "postgresql://nobody@127.0.0.1:1/none",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    told = "settled: format delta needs the package deltalake: pip install 'settled[spark,delta]'\n"
+    assert (result.exit_code, result.output) == (1, told)

@@ -12,6 +12,7 @@ from pyspark.sql.types import StructType
 from settled.queue.errors import BadRequest
 from settled.spark.attempts import ACK
 from settled.spark.broker import broker_of
+from settled.spark.jobs.checks import check_package
 from settled.spark.options import Options
 from settled.spark.origin import Origin
 
@@ -49,6 +50,7 @@ def to_delta(path: str, choose: Choose = results, storage: dict[str, str] | None
 
     The batch's number is the version of a Delta transaction, which tells a repeated batch from a new one.
     """
+    check_package("deltalake", "to_delta()", "delta")
 
     def write(rows: DataFrame, number: int) -> None:
         import deltalake
@@ -83,6 +85,7 @@ def to_iceberg(name: str, choose: Choose = results, catalog: str = "default", **
     `properties` are pyiceberg's for the catalog, else its configuration file tells. The batch's number is
     kept as a property of the table, changed in the transaction that appends.
     """
+    check_package("pyiceberg", "to_iceberg()", "iceberg")
     if not name.strip(".").count("."):
         raise BadRequest("name", name, "must be a table in a namespace, like shop.invoices")
 

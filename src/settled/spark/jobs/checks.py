@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import util
 from pathlib import Path
 from typing import Any
 
 from settled.policy import Policy
 from settled.queue.errors import BadRequest
+from settled.signals import ConfigurationError
 from settled.spark.options import check_target, is_nats
 
 FORMATS = ("parquet", "delta")
@@ -38,6 +40,14 @@ def check_format(kind: str) -> None:
     """Refuse a format that no export has."""
     if kind not in FORMATS:
         raise BadRequest("format", kind, f"must be {' or '.join(FORMATS)}")
+    if kind == "delta":
+        check_package("deltalake", "format delta", "delta")
+
+
+def check_package(name: str, what: str, extra: str) -> None:
+    """Refuse what needs a package that is not installed."""
+    if util.find_spec(name) is None:
+        raise ConfigurationError(f"{what} needs the package {name}: pip install 'settled[spark,{extra}]'")
 
 
 def check_report(target: Path, hours: float | None) -> None:
