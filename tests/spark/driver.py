@@ -67,7 +67,7 @@ def charge(order: dict[str, Any]) -> dict[str, Any] | None:
         (folder / "working").touch()
         while not (folder / "go").exists():
             time.sleep(0.05)
-    if random.random() < PLAN.get("chance", 0):  # noqa: S311 - a failure by chance
+    if random.random() < PLAN.get("chance", 0):
         raise OSError("the bank is away")
     if not PLAN.get("chance") and order["id"] % 10 == 7:
         raise ValueError("never works")

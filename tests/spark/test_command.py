@@ -28,7 +28,7 @@ def told(*arguments: str) -> tuple[int, str]:
 
 @pytest.fixture(autouse=True)
 def no_spark(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(_: object) -> None:
+    def started(*_: object) -> None:
         raise AssertionError("Spark was started")
 
     monkeypatch.setattr(command, "_session", started)
@@ -186,5 +186,6 @@ def test_a_run_that_is_told_to_stop_while_spark_starts_ends_with_its_summary_and
 
 
 def children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(one) for one in found.read_text().split()] if found.exists() else []
+    """The processes that any of its threads started."""
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(one) for some in found for one in some.read_text().split()]

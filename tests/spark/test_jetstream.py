@@ -175,7 +175,7 @@ def test_each_message_has_one_result_after_kills_with_failures_by_chance(
     assert len(stall.all(target)) > 300  # published, and not settled
 
     def by_chance(order: dict[str, Any]) -> dict[str, Any]:
-        if random.random() < 0.2:  # noqa: S311 - a failure by chance
+        if random.random() < 0.2:
             raise OSError("the bank is away")
         return {"invoice": order["id"]}
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
+import os
 import re
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+T = TypeVar("T")
 app = typer.Typer(help="Run a queue's pipeline on Spark.", no_args_is_help=True)
 
 Url = Annotated[
@@ -28,7 +34,19 @@ Queue = Annotated[str | None, typer.Option(help="Only this queue.")]
 _NOTHING = dict.fromkeys(
     ("batches", "acked", "retried", "dead", "released", "pushed", "waiting", "failing"), 0
 )
-Master = Annotated[str | None, typer.Option(help="Spark's master; without it, all cores of this machine.")]
+Master = Annotated[
+    str | None,
+    typer.Option(
+        help="Spark's master; without it, that of spark-defaults.conf, else all cores of this machine."
+    ),
+]
+Conf = Annotated[
+    list[str] | None,
+    typer.Option("--conf", metavar="NAME=VALUE", help="A setting of Spark; may be given several times."),
+]
+Packages = Annotated[
+    str | None, typer.Option(help="Java packages that Spark fetches, as group:artifact:version, by commas.")
+]
 
 
 @app.command("run")
@@ -54,52 +72,57 @@ def run_command(
     max_rows: Annotated[int, typer.Option(min=1, help="Messages a batch.")] = 500_000,
     until_empty: Annotated[bool, typer.Option("--until-empty", help="Leave when nothing is left.")] = False,
     master: Master = None,
+    conf: Conf = None,
+    packages: Packages = None,
+    py_files: Annotated[
+        list[str] | None,
+        typer.Option(help="A .py, .zip, .egg or .whl that executors need beside the handler's own modules."),
+    ] = None,
 ) -> None:
-    """Run one handler over a queue until SIGINT or SIGTERM; a line says how far it is, a summary ends it."""
-    _checked(lambda checks: checks.check_url(url, nats=True))
-    queue, group = _named(url, queue, group, stream, consumer)
+    """Run one handler over a queue until SIGINT or SIGTERM; a line says how far it is, a summary ends it.
+
+    On a cluster the handler's module, or package, and what it imports from beside it are sent to executors.
+    """
     told = threading.Event()
     _listen(told)
-    function = _load(handler)
+    _checked(lambda checks: checks.check_url(url, nats=True))
+    queue, group = _named(url, queue, group, stream, consumer)
+    settings, files = _settings(conf, packages), _files(py_files)
+    function = _load(handler, files)
     _checked(lambda checks: checks.check_run(function, url, queue, group, to))
-    spark = None
-    try:
-        if not told.is_set():
-            spark = _session(master)
-            _listen(told)  # Spark has taken SIGINT for itself
-    except KeyboardInterrupt:
-        if told.is_set():
-            raise
-        told.set()
-    from settled.spark.jobs.run import end, live, run
+    where = _place(checkpoint, queue, group)
 
-    if told.is_set() or spark is None:
-        if spark is not None:
+    def work() -> Any:
+        spark = _session(master, settings)
+        from settled.spark.jobs.run import end, live, run
+
+        try:
+            if told.is_set():
+                return None
+            _send(spark, handler.partition(":")[0], files)
+            return run(
+                spark,
+                function,
+                queue,
+                group,
+                where,
+                url=url,
+                to=to,
+                until_empty=until_empty,
+                max_rows=max_rows,
+                on_progress=live(sys.stderr),
+                subject=subject,
+                stop=told,
+            )
+        except Exception as error:
+            _fail(error)
+        finally:
             end(spark, told)
-        _summary(_NOTHING)
-        return
-    try:
-        came = run(
-            spark,
-            function,
-            queue,
-            group,
-            _place(checkpoint, queue, group),
-            url=url,
-            to=to,
-            until_empty=until_empty,
-            max_rows=max_rows,
-            on_progress=live(sys.stderr),
-            subject=subject,
-            stop=told,
-        )
-    except Exception as error:
-        _fail(error)
-    finally:
-        end(spark, told)
-    if sys.stderr.isatty():
+
+    came = None if told.is_set() else _apart(work)
+    if came is not None and sys.stderr.isatty():
         typer.echo(err=True)
-    _summary({name: getattr(came, name) for name in _NOTHING})
+    _summary(_NOTHING if came is None else {name: getattr(came, name) for name in _NOTHING})
 
 
 @app.command("export")
@@ -110,11 +133,13 @@ def export_command(
     messages: Annotated[bool, typer.Option("--messages", help="The messages too.")] = False,
     kind: Annotated[str, typer.Option("--format", help="parquet or delta.")] = "parquet",
     master: Master = None,
+    conf: Conf = None,
+    packages: Packages = None,
 ) -> None:
     """Write settlements and dead letters to files, by day."""
     _checked(lambda checks: checks.check_format(kind))
     _checked(lambda checks: checks.check_url(url, nats=False))
-    spark = _session(master)
+    spark = _session(master, _settings(conf, packages))
     from settled.spark.jobs.export import export
 
     try:
@@ -139,6 +164,8 @@ def report_command(
         list[str] | None, typer.Option(help="On NATS: one more stream of dead letters, e.g. CAF_DLQ.")
     ] = None,
     master: Master = None,
+    conf: Conf = None,
+    packages: Packages = None,
 ) -> None:
     """Write a page on what happened to the messages."""
     source: str | Path | None = export or url
@@ -148,7 +175,7 @@ def report_command(
     _checked(lambda checks: checks.check_report(target, hours))
     if isinstance(source, str):
         _checked(lambda checks: checks.check_url(source, nats=True))
-    spark = _session(master)
+    spark = _session(master, _settings(conf, packages))
     from settled.spark.jobs.report import write_report
 
     try:
@@ -189,6 +216,8 @@ def redrive_command(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     master: Master = None,
+    conf: Conf = None,
+    packages: Packages = None,
 ) -> None:
     """Send dead letters round again, each once."""
     from settled.spark.jobs.redrive import Choice, redrive
@@ -203,7 +232,8 @@ def redrive_command(
         error=error,
         where=where,
     )
-    spark = _session(master) if where else None
+    settings = _settings(conf, packages)
+    spark = _session(master, settings) if where else None
 
     def sent(so_far: int) -> None:
         if sys.stderr.isatty():
@@ -294,12 +324,46 @@ def _named(
     return str(first), str(second)
 
 
-def _load(target: str) -> Any:
+def _settings(conf: list[str] | None, packages: str | None) -> dict[str, str]:
+    """Settings of Spark as somebody writes them."""
+    settings = {}
+    for one in conf or ():
+        name, equals, value = one.partition("=")
+        if not equals or not name.startswith("spark."):
+            typer.echo(f"settled: --conf: must be spark.NAME=VALUE, got {one!r}", err=True)
+            raise typer.Exit(2)
+        settings[name] = value
+    return settings | ({"spark.jars.packages": packages} if packages else {})
+
+
+def _files(given: list[str] | None) -> list[str]:
+    """The files of --py-files, which may also be given by commas, as spark-submit takes them."""
+    files = [str(Path(one).resolve()) for many in given or () for one in many.split(",") if one]
+    for file in files:
+        kinds = (".py", ".zip", ".egg", ".whl")
+        if not file.endswith(kinds) or not Path(file).is_file():
+            typer.echo(
+                f"settled: --py-files: must be a file that is there, {', '.join(kinds)}, got {file!r}",
+                err=True,
+            )
+            raise typer.Exit(2)
+    return files
+
+
+def _send(spark: Any, module: str, files: list[str]) -> None:
+    from settled.spark.packing import send
+
+    sent = send(spark, module, files)
+    if sent:
+        typer.echo(f"sent to the executors: {', '.join(sent)}", err=True)
+
+
+def _load(target: str, files: list[str]) -> Any:
     module, _, name = target.partition(":")
     if not module or not name:
         typer.echo(f"settled: {target!r} does not name a handler; write module:function", err=True)
         raise typer.Exit(2)
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path[:0] = [str(Path.cwd()), *(str(Path(f).parent) if f.endswith(".py") else f for f in files)]
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
@@ -309,7 +373,7 @@ def _load(target: str) -> Any:
         raise typer.Exit(2) from None
 
 
-def _session(master: str | None) -> Any:
+def _session(master: str | None, conf: dict[str, str]) -> Any:
     try:
         from pyspark.logger import PySparkLogger
 
@@ -317,14 +381,52 @@ def _session(master: str | None) -> Any:
     except ImportError as error:
         typer.echo(f"settled: this needs Spark ({error}): pip install 'settled[spark]'", err=True)
         raise typer.Exit(2) from None
-    log = Path(tempfile.gettempdir()) / "settled-spark.log"
+    log = _log()
     typer.echo(f"starting Spark, which logs to {log}", err=True)
     for name in ("DataFrameQueryContextLogger", "SQLQueryContextLogger"):
         PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)  # an error is told once, in our words
     try:
-        return session("settled pipeline", master, log=log, quick=True)
+        return session("settled pipeline", master, conf, log=log, quick=True)
     except Exception as error:
         _fail(error)
+
+
+def _log() -> Path:
+    """A new file that only this user can read; one that stays empty is removed at the end."""
+    number, name = tempfile.mkstemp(prefix=f"settled-spark-{datetime.now(UTC):%Y%m%d-%H%M%S}-", suffix=".log")
+    os.close(number)
+    path = Path(name)
+
+    def tidy() -> None:
+        with suppress(OSError):
+            if not path.stat().st_size:
+                path.unlink()
+
+    atexit.register(tidy)
+    return path
+
+
+def _apart(work: Callable[[], T]) -> T:
+    """Do all that Spark has to do in a thread of its own, and listen to signals meanwhile.
+
+    In the main one Spark would take SIGINT for itself, and an interrupt in the midst of a call to it leaves
+    its connection broken, with tracebacks.
+    """
+    came: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            came.set_result(work())
+        except BaseException as error:
+            came.set_exception(error)
+
+    threading.Thread(target=do, name="settled-spark", daemon=True).start()
+    while True:
+        try:
+            return came.result(timeout=0.2)  # a signal is heard between two looks
+        except FutureTimeout:
+            if came.done():
+                raise
 
 
 def _fail(error: Exception) -> NoReturn:
