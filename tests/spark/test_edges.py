@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -23,14 +24,37 @@ from settled import (
 )
 from settled.queue import PushItem
 from settled.queue.errors import BadRequest
-from settled.spark import attempt, read_queue, settle_batch
+from settled.spark import attempt, read_queue, settle, settle_batch
 from settled.spark.settling import LONGEST_DELAY
 from tests.spark.conftest import Shop
+from tests.spark.test_crashes import wait_for
 
 
 class Price(msgspec.Struct):
     id: int
     price: decimal.Decimal = decimal.Decimal(0)
+
+
+def test_a_queue_made_anew_under_a_running_query_ends_it_with_an_error(
+    spark: SparkSession, shop: Shop, checkpoint: str
+) -> None:
+    """Defect S5."""
+    queue = shop.queue()
+    shop.push(queue, [{"id": 1}])
+    rows = read_queue(spark, queue, "g", url=shop.dsn)
+    query = settle(rows).option("checkpointLocation", checkpoint).start()
+    try:
+        wait_for(lambda: shop.totals(queue).get("acked") == 1 or not query.isActive, 120)
+        assert query.isActive, query.exception()
+        shop.wait(shop.engine.delete_queue(queue))
+        shop.push(queue, [{"id": 2}])
+        assert query.awaitTermination(60)
+    except StreamingQueryException as error:
+        told = f"queue '{queue}' was deleted, and perhaps made anew, while group 'g' read it"
+        assert told in str(error)  # noqa: PT017 - it may end while it is waited for
+    finally:
+        query.stop()
+    assert shop.totals(queue, "g") == {}
 
 
 @feature_switch("discounts")

@@ -343,6 +343,31 @@ def test_what_cannot_be_read_is_said_at_once(stall: Stall) -> None:
         stall.query(stream).hold()
 
 
+def test_a_stream_made_anew_under_a_query_ends_it_and_nothing_of_it_is_settled(stall: Stall) -> None:
+    """Defect S5."""
+    for open_batch in (False, True):
+        stream = stall.stream()
+        stall.put(stream, [{}] * 5)
+        query = stall.query(stream).hold()
+        assert query.batch().acked == 5
+        if open_batch:
+            stall.put(stream, [{}] * 5)
+            assert query.reader.claim(None, None) == 2
+        stall.call(lambda js, name=stream: js.delete_stream(name))
+        stall.call(
+            lambda js, name=stream: js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
+        )
+        stall.put(stream, [{}] * 20)
+        with pytest.raises(Conflict, match="was deleted and made anew while this query read it"):
+            query.batch()
+        assert stall.totals(stream)["acked"] == 5
+        stall.call(lambda js, name=stream: js.delete_stream(name))
+        if not open_batch:
+            with pytest.raises(Conflict, match="was deleted while this query read it"):
+                query.batch()
+        query.close()
+
+
 def test_the_letter_of_a_message_that_fills_the_server_by_itself_says_where_that_is(stall: Stall) -> None:
     stream = stall.stream()
     stall.put(stream, [b"x" * (1024 * 1024 - 100), b"y" * 1000])

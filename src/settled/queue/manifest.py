@@ -224,9 +224,20 @@ class Reader:
         return int(self.link.rows("last_settled", reader=self.id)[0]["number"])
 
     def open_batch(self) -> int | None:
-        """The number of the batch that is out, if one is."""
+        """The number of the batch that is out, if one is; Conflict if the queue was deleted."""
         rows = self.link.rows("open_manifest", reader=self.id)
-        return rows[0]["number"] if rows else None
+        if not rows:
+            raise Conflict(
+                f"queue {self.queue!r} was deleted, and perhaps made anew, while group {self.group!r} read "
+                "it; start again with a new checkpoint location"
+            )
+        if rows[0]["holder"] != self._holder:
+            raise Fenced(
+                f"another Spark query took over this reader (queue {self.queue!r}, group {self.group!r}); "
+                "nothing was applied"
+            )
+        number: int | None = rows[0]["number"]
+        return number
 
     def claim(self, limit: int | None, as_of: datetime | None) -> int | None:
         """The open batch's number, or that of a new one; None if there is nothing to read."""

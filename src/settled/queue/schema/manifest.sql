@@ -16,7 +16,7 @@ select coalesce(max(number) filter (where settled), r.newest - count(*) filter (
   from reader r left join manifest m on m.reader_id = r.id where r.id = %(reader)s group by r.newest
 
 -- name: open_manifest
-select number from manifest where reader_id = %(reader)s and not settled
+select m.number, r.holder from reader r left join manifest m on m.reader_id = r.id and not m.settled where r.id = %(reader)s
 
 -- name: ranges
 select g.lane_id, l.name as partition, g.first_seq, g.end_seq, g.n, g.skip::text as skip, g.parked, g.failed_seqs, g.failed_counts

@@ -43,8 +43,8 @@ class JetStream:
         subjects = (settings.subject,) if settings.subject else ()
 
         async def work(connection: Connection) -> ledger.Span:
-            await setting.stream_of(connection, settings.queue)
-            return await setting.span_of(connection, settings.queue, 1, subjects)
+            info = await setting.stream_of(connection, settings.queue)
+            return await setting.span_of(connection, info, 1, subjects)
 
         span = link_to(settings.url).run(work)
         pieces = ledger.cut(span.first, span.last + 1, [], settings.tasks)

@@ -217,9 +217,8 @@ class Reader:
             if now.open is not None:
                 return now.open.number
             self._finish(now)
-            cursor, subjects = now.cursor, now.terms.subjects
-            span = self._link.run(lambda c: setting.span_of(c, settings.queue, cursor, subjects))  # noqa: B023
-            self._warn_missed(cursor, span.missed)
+            span = self._span(now)
+            self._warn_missed(now.cursor, span.missed)
             if horizon is not None:
                 span = span._replace(last=min(span.last, horizon.last))
             at = time.time()
@@ -240,6 +239,13 @@ class Reader:
             if self._write(now, value) is not None:
                 self._fresh = batch.number
                 return batch.number
+
+    def _span(self, now: Books) -> ledger.Span:
+        async def work(connection: Connection) -> ledger.Span:
+            info = await setting.same_stream(connection, self._settings.queue, now.born)
+            return await setting.span_of(connection, info, now.cursor, now.terms.subjects)
+
+        return self._link.run(work)
 
     def _warn_missed(self, cursor: int, missed: int) -> None:
         if not missed or self._missed == cursor:
@@ -299,6 +305,8 @@ class Reader:
                 raise Conflict(
                     f"rows of batch {chosen} came to be settled while batch {now.serving} is being read"
                 )
+            # Rows of a stream that was made anew meanwhile are not those of this batch.
+            self._span(now)
             read = self._read(now.open)
             after = ledger.settle(
                 now, now.open, outcomes, read,

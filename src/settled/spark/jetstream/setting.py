@@ -37,8 +37,26 @@ async def look_up(connection: Connection, settings: Options) -> Setting:
         terms = await _terms(connection, settings)
     if settings.dead_letter:
         await _check_dead_letter(connection, settings.dead_letter, info, terms)
-    created = info.created.isoformat() if info.created else ""
-    return Setting(created, info.config.num_replicas or 1, terms)
+    return Setting(born_at(info), info.config.num_replicas or 1, terms)
+
+
+def born_at(info: StreamInfo) -> str:
+    """When a stream was made, which tells it from a later one of its name."""
+    return info.created.isoformat() if info.created else ""
+
+
+async def same_stream(connection: Connection, name: str, born: str) -> StreamInfo:
+    """The stream that was made at `born`; Conflict if it was deleted."""
+    try:
+        info = await connection.jetstream.stream_info(name)
+    except nats.js.errors.NotFoundError:
+        raise Conflict(f"stream {name!r} was deleted while this query read it; nothing was settled") from None
+    if born_at(info) != born:
+        raise Conflict(
+            f"stream {name!r} was deleted and made anew while this query read it, so its place is lost; "
+            "read as another consumer, or forget the place, with a new checkpoint location"
+        )
+    return info
 
 
 async def stream_of(connection: Connection, name: str) -> StreamInfo:
@@ -112,9 +130,9 @@ async def _check_dead_letter(connection: Connection, subject: str, info: StreamI
         raise BadRequest("option deadLetter", subject, "is read by this query; name another one")
 
 
-async def span_of(connection: Connection, stream: str, cursor: int, subjects: tuple[str, ...]) -> Span:
+async def span_of(connection: Connection, info: StreamInfo, cursor: int, subjects: tuple[str, ...]) -> Span:
     """From the first message at or behind the cursor that the group reads to the last one there is."""
-    state = (await connection.jetstream.stream_info(stream)).state
+    state, stream = info.state, info.config.name or ""
     first, last = max(cursor, state.first_seq), state.last_seq
     missed = max(state.first_seq - cursor, 0)
     if first > last or not subjects:
