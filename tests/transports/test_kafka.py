@@ -669,6 +669,13 @@ class TestShareGroup(Releases, Conformance):
         """The client has no call to renew a lock, and says so."""
         assert not queue.channel.capabilities.extends
 
+    def test_a_requeue_without_a_delay_waits_a_second_and_then_twice_as_long(self, queue: Queue) -> None:
+        """A delay is held under the lock, and so lasts for half a lock at most."""
+        queue.publish(b"1")
+        queue.channel.requeue(queue.one(), None)
+        assert queue.empty()
+        queue.channel.ack(queue.one())
+
     def test_a_message_given_back_goes_to_another_consumer(self, queue: Queue) -> None:
         """Both are members before the first message: the mock drops one's locks when another joins."""
         channels = [queue.channel, queue.broker.channel()]
