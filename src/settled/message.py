@@ -53,8 +53,8 @@ class Delivery:
         "subject",
     )
 
-    settled_as: Action
-    """How it was settled; set when the broker has taken that."""
+    settled_as: Action | None
+    """How it was settled, set when the broker has taken that; None when it has been counted."""
     # These two are set for the few that are sent round again, so that the many that are not cost nothing.
     failure: str
     given_up: bool
@@ -106,6 +106,20 @@ class Delivery:
                 return False
             self.settled = True
             return True
+
+    def note(self, action: Action) -> bool:
+        """The broker has taken this; True if the delivery has been counted before, as left alone."""
+        with _claims:
+            if getattr(self, "settled_as", action) is None:
+                return True
+            self.settled_as = action
+            return False
+
+    def account(self, otherwise: Action) -> Action | None:
+        """What to count it as, once: how it was settled, else `otherwise`; None if it is counted already."""
+        with _claims:
+            found, self.settled_as = getattr(self, "settled_as", otherwise), None
+            return found
 
     def reopen(self) -> None:
         """The settle call failed: the broker does not know of it, so another may try."""

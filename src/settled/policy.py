@@ -32,7 +32,8 @@ class Policy:
     """
 
     auto_ack: bool = True
-    """Implicit mode: acknowledge when the handler returns. False leaves the message alone."""
+    """Implicit mode: acknowledge when the handler returns. False leaves the message alone, also when the
+    handler raises anything but a signal."""
     explicit: bool = False
     """The handler takes `Message[T]` and settles itself. Read off its signature, not set by hand."""
     ack_on_delivery: bool = False
@@ -44,6 +45,9 @@ class Policy:
     backoff: Backoff | None = None
     """How long a message waits that failed without a delay of its own, along its attempts. None is what the
     broker has configured for it, else `AFTER_NAK`: 1 s, doubled with every attempt, at most 60 s."""
+    delivery_limit: int = 0
+    """Reject a message that the broker delivers more often than this, without calling the handler: what ends
+    a crash loop. It counts what the broker counts, so releases and naks too on most; 0 is off."""
     requeue_delay: float = 0.0
     """How long a `Defer` without a delay waits."""
     dont_ack_delay: float = 1.0
@@ -80,6 +84,7 @@ class Policy:
         for name in ("buffer", "performers"):
             _check(name, getattr(self, name), int, "a whole number of at least 1", lambda v: v >= 1)
         _check("unacceptable_limit", self.unacceptable_limit, int, "a whole number", lambda _: True)
+        _check("delivery_limit", self.delivery_limit, int, "0 (off) or at least 1 delivery", lambda v: v >= 0)
         _check(
             "requeue_count",
             self.requeue_count,
@@ -124,6 +129,7 @@ class PolicyOptions(TypedDict, total=False):
     on_error: OnError | Literal["nak", "ack", "dont_ack", "reject"]
     requeue_count: int
     backoff: Backoff | None
+    delivery_limit: int
     requeue_delay: float
     dont_ack_delay: float
     unacceptable_limit: int

@@ -126,6 +126,7 @@ class Crew:
             else:
                 # It may wait for this very loop, so it must not be called in it.
                 await asyncio.to_thread(pump.channel.close)
+            pump.close()
 
     def _warn(self, capabilities: Capabilities) -> None:
         policy = self.subscription.policy

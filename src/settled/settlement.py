@@ -102,6 +102,13 @@ class Undecodable:
     """The payload is not what the handler takes; the handler was not called."""
 
     error: BaseException
+    letter: bool = False
+    """It is a dead letter, written because it could not be decoded where it came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overdelivered:
+    """The broker delivered it more often than the policy's `delivery_limit`; the handler was not called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,7 @@ class Cancelled:
     """The pump is shutting down and the message is in hand or buffered."""
 
 
-Outcome: TypeAlias = Returned | Raised | Undecodable | Cancelled
+Outcome: TypeAlias = Returned | Raised | Undecodable | Overdelivered | Cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +142,16 @@ def _never(_: Action) -> bool:
 
 
 def decide(
-    outcome: Outcome, policy: Policy, attempt: int = 1, gives_up: Callable[[Action], bool] = _never
+    outcome: Outcome,
+    policy: Policy,
+    attempt: int = 1,
+    gives_up: Callable[[Action], bool] = _never,
+    by_hand: Action | None = None,
 ) -> Settlement:
     """How a message is settled after its `attempt`-th delivery came to `outcome`.
 
     What the broker would give up if it was settled so is rejected instead: then its dead letter says why.
+    `by_hand` is how the handler has settled it itself.
 
     >>> decide(Returned(), Policy())
     Settlement(action=Ack(), strike=False, level=10, pause=0.0, stop=False, signal='returned', errors=())
@@ -148,26 +160,52 @@ def decide(
     """
     match outcome:
         case Returned():
-            return LEFT if policy.explicit or policy.ack_on_delivery or not policy.auto_ack else ACKED
+            if isinstance(by_hand, Nack):
+                return replace(LEFT, pause=_pace(by_hand, policy))
+            left = by_hand or policy.explicit or policy.ack_on_delivery or not policy.auto_ack
+            return LEFT if left else ACKED
+        case Overdelivered():
+            return _overdelivered(policy, attempt)
         case Cancelled():
             return RELEASED
-        case Undecodable(error):
-            settlement, settled = _undecodable(error, policy, attempt), False
+        case Undecodable(error, letter):
+            settlement, settled = _undecodable(error, letter, policy, attempt), False
         case Raised(error, settled):
             settlement = _raised(tuple(_leaves(error)), policy, attempt)
         case _:
             assert_never(outcome)
     if gives_up(settlement.action):
         settlement = _given_up(settlement, attempt)
-    return _only_for_the_pump(settlement) if settled or policy.ack_on_delivery else settlement
+    if settled or policy.ack_on_delivery:
+        return _only_for_the_pump(settlement, _pace(by_hand, policy))
+    return settlement
 
 
-def _undecodable(error: BaseException, policy: Policy, attempt: int) -> Settlement:
+def _pace(by_hand: Action | None, policy: Policy) -> float:
+    """The pause after a message that its handler gave back: it comes again at once."""
+    return policy.dont_ack_delay if isinstance(by_hand, Nack) else 0.0
+
+
+def _overdelivered(policy: Policy, attempt: int) -> Settlement:
+    error = (
+        f"delivered {attempt} times and not settled for good; the delivery_limit is {policy.delivery_limit}"
+    )
+    reject = Reject(Reason.DELIVERY_ERROR, error)
+    return Settlement(reject, strike=True, level=logging.ERROR, signal="delivery_limit")
+
+
+def _undecodable(error: BaseException, letter: bool, policy: Policy, attempt: int) -> Settlement:
     leaves = tuple(_leaves(error))
     if any(isinstance(leaf, (signals.Signal, signals.ConfigurationError)) for leaf in leaves):
         # A decoder may raise a signal of its own: it means what it means anywhere else.
         return _raised(leaves, policy, attempt)
-    reject = Reject(Reason.UNACCEPTABLE, _text(leaves))
+    text = _text(leaves)
+    if letter and _attempts_left(policy, attempt):
+        # To reject it again would only move it to a place where nobody looks.
+        why = f"a dead letter cannot be decoded here either, and stays; read it as bytes: {text}"
+        told = (signals.Invalid(why),)
+        return Settlement(Requeue(error=why), True, logging.WARNING, signal="Invalid", errors=told)
+    reject = Reject(Reason.UNACCEPTABLE, text)
     return Settlement(reject, strike=True, level=logging.WARNING, signal="Invalid", errors=leaves)
 
 
@@ -179,11 +217,12 @@ def _raised(leaves: tuple[BaseException, ...], policy: Policy, attempt: int) -> 
     return _plain(leaves, policy, attempt)
 
 
-def _only_for_the_pump(settlement: Settlement) -> Settlement:
+def _only_for_the_pump(settlement: Settlement, pause: float) -> Settlement:
     return Settlement(
         Leave(),
         strike=settlement.strike,
         level=max(settlement.level, logging.WARNING),
+        pause=pause,
         stop=settlement.stop,
         signal=settlement.signal,
         errors=settlement.errors,
@@ -235,7 +274,7 @@ def _invalid(found: Leaves, leaves: Leaves, policy: Policy, attempt: int) -> Set
 
 def _plain(leaves: Leaves, policy: Policy, attempt: int) -> Settlement:
     signal, error = _names(leaves), logging.ERROR
-    if policy.explicit:
+    if policy.explicit or not policy.auto_ack:
         return Settlement(Leave(), strike=True, level=error, signal=signal, errors=leaves)
     match policy.on_error:
         case OnError.NAK if not _attempts_left(policy, attempt):

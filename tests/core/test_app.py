@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from settled import App, ConfigurationError, DontAck, Message, Reject, Status, dont_ack_on_error
+from settled import App, ConfigurationError, Defer, DontAck, Message, Reject, Status, dont_ack_on_error
 from settled.clock import VirtualClock
 from settled.observe.logging import JsonFormatter, TextFormatter
 from settled.policy import Policy
@@ -184,7 +184,145 @@ def test_a_handler_that_outlives_the_grace_has_its_message_released(
     asyncio.run(serve(app, entered.is_set))
     assert len(transport.immediate(Source(channel="orders")).take(1)) == 1
     assert "a handler goes on after the stop; releasing its message" in log.text
+    # Defect P10: of a sync handler it said `started`, and nothing released.
+    (status,) = app.status().subscriptions
+    assert (status.counts.nacked, status.counts.left, status.running) == (1, 0, 0)
     leave.set()
+
+
+def test_what_a_handler_does_after_its_message_was_released_counts_no_more(
+    app: App, transport: MemoryTransport
+) -> None:
+    """Defect P10."""
+    entered, leave = threading.Event(), threading.Event()
+
+    @app.subscriber("orders", shutdown_grace=0.1)
+    def handle(message: Message[Order]) -> None:
+        entered.set()
+        leave.wait(20)
+        message.ack()
+        done.set()
+
+    done = threading.Event()
+    app.publish("orders", Order(1))
+    (status,) = asyncio.run(serve(app, entered.is_set)).subscriptions
+    assert (status.status, status.why) == (Status.STOPPED, "its handler goes on; its message was released")
+    leave.set()
+    assert done.wait(10)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("orders:")]
+    for thread in threads:
+        thread.join(10)
+    counts = app.status().counts
+    assert (counts.nacked, counts.acked, counts.left) == (1, 0, 0)
+    assert transport.depth("orders") == 1
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_message_settled_after_its_handler_returned_is_counted_as_settled(app: App, kind: str) -> None:
+    """Defect P10: it counted as left for ever."""
+    kept: list[Message[Order]] = []
+
+    def handle(message: Message[Order]) -> None:
+        kept.append(message)
+
+    async def handle_async(message: Message[Order]) -> None:
+        kept.append(message)
+
+    app.subscriber("orders")(handle if kind == "sync" else handle_async)
+    for number in range(3):
+        app.publish("orders", Order(number))
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.serve(stop))
+        async with asyncio.timeout(20):
+            while app.status().counts.left < 3:
+                await asyncio.sleep(0.005)
+        await kept[0].ack()
+        await kept[0].ack()
+        await asyncio.to_thread(kept[1].nak, 60)
+        counts = app.status().counts
+        assert (counts.acked, counts.requeued, counts.left) == (1, 1, 1)
+        stop.set()
+        await running
+
+    asyncio.run(main())
+    counts = app.status().counts
+    assert (counts.acked, counts.requeued, counts.left) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_message_cannot_be_settled_when_its_app_has_ended(app: App, kind: str) -> None:
+    """Defect P8."""
+    kept: list[Message[Order]] = []
+
+    def handle(message: Message[Order]) -> None:
+        kept.append(message)
+
+    async def handle_async(message: Message[Order]) -> None:
+        kept.append(message)
+
+    app.subscriber("orders")(handle if kind == "sync" else handle_async)
+    app.publish("orders", Order(1))
+    asyncio.run(serve(app, lambda: bool(kept)))
+    (message,) = kept
+    settle: tuple[Callable[[], Any], ...] = (
+        message.ack,
+        message.nak,
+        message.release,
+        message.term,
+        message.in_progress,
+    )
+    for call in settle:
+        with pytest.raises(ConnectionError, match="the app that received it has ended"):
+            call()
+    assert not message.settled
+
+
+@pytest.mark.parametrize("how", ["nak", "release", "defer", "dont_ack", "ack"])
+@pytest.mark.parametrize("buffer", [1, 50])
+def test_a_handler_that_never_waits_leaves_the_loop_to_others(app: App, how: str, buffer: int) -> None:
+    """Defect P3: a stop was not heard, and other subscribers had no turn."""
+    others: list[int] = []
+
+    async def busy(message: Message[Order]) -> None:
+        match how:
+            case "nak":
+                await message.nak(0)
+            case "release":
+                await message.release()
+            case "defer":
+                raise Defer(0)
+            case "dont_ack":
+                raise DontAck
+            case _:
+                await message.ack()
+                app.publish("orders", message.payload)
+
+    @app.subscriber("others")
+    async def other(order: Order) -> None:
+        others.append(order.id)
+
+    app.subscriber("orders", dont_ack_delay=0, buffer=buffer)(busy)
+    for number in range(buffer):
+        app.publish("orders", Order(number))
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.serve(stop))
+        for number in range(20):
+            app.publish("others", Order(number))
+            await asyncio.sleep(0.005)
+        stop.set()
+        async with asyncio.timeout(10):
+            await running
+
+    # A loop that is never left could not end the test, so a thread of its own gives up on it.
+    loop = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    loop.start()
+    loop.join(30)
+    assert not loop.is_alive()
+    assert others == list(range(20))
 
 
 def test_stop_does_nothing_when_the_app_has_ended(app: App) -> None:

@@ -21,6 +21,7 @@ from settled import (
     Message,
     Reject,
     Status,
+    current_message,
     feature_switch,
 )
 from settled.clock import SystemClock, VirtualClock
@@ -366,6 +367,105 @@ def test_without_an_invalid_channel_invalid_ones_go_to_the_dead_letter(stage: St
     stage.publish(1)
     stage.run()
     assert stage.rehearsal.transport.depth("dead") == 1
+
+
+def test_a_dead_letter_that_does_not_decode_stays_where_letters_are_read_and_keeps_its_reason(
+    stage: Stage, log: pytest.LogCaptureFixture
+) -> None:
+    """Defect P15: it became a letter of a letter, and why it had died was overwritten."""
+    stage.options = QueueOptions(retry_limit=4)
+    stage.implicit(lambda _: None, dead_letter="dead")
+    stage.implicit(lambda _: None, channel="dead")
+    stage.rehearsal.publish("orders", {"id": "no number"}, id="m1")
+    start = stage.rehearsal.clock.now()
+    stage.run()
+    assert stage.calls == []
+    # After 1, 2 and 4 s again; then the queue's own limit ends it, and its first reason is still there.
+    stage.rehearsal.assert_settled("m1:__QUEUE_MODE__", "requeue", "requeue", "requeue", "reject")
+    assert stage.rehearsal.clock.now() - start == 7
+    (dead,) = stage.rehearsal.dead_letters("dead")
+    assert dead.headers["settled-subject"] == "orders"
+    assert dead.headers["settled-reason"] == "unacceptable"
+    assert "a dead letter cannot be decoded here either, and stays; read it as bytes" in log.text
+
+
+def test_a_message_sent_back_to_its_channel_with_the_headers_of_its_letter_is_rejected_as_any_other(
+    stage: Stage,
+) -> None:
+    stage.implicit(lambda _: None)
+    headers = {"settled-reason": "unacceptable", "settled-subject": "orders"}
+    stage.rehearsal.publish("orders", {"id": "no number"}, id="m1", headers=headers)
+    stage.run()
+    stage.rehearsal.assert_settled("m1", "reject")
+
+
+def test_what_is_released_by_hand_is_paced_as_a_dont_ack_is(stage: Stage) -> None:
+    """Defect P4, NFR-1."""
+    times: list[float] = []
+
+    def release(message: Message[Order]) -> Any:
+        times.append(stage.rehearsal.clock.now())
+        return message.release() if len(times) < 4 else message.ack()
+
+    stage.explicit(release)
+    stage.publish(1)
+    stage.run()
+    assert [b - a for a, b in itertools.pairwise(times)] == [1, 1, 1]
+
+
+def test_what_is_released_by_hand_comes_again_before_what_was_buffered_behind_it(stage: Stage) -> None:
+    seen: list[int] = []
+
+    def release(message: Message[Order]) -> Any:
+        seen.append(message.payload.id)
+        return message.release() if len(seen) == 1 else message.ack()
+
+    stage.explicit(release, buffer=10)
+    stage.publish(1, 2, 3)
+    stage.run()
+    assert seen == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_handler_of_payloads_that_settles_by_hand_is_counted_as_it_did(kind: str) -> None:
+    """Defect P10: it was counted as acknowledged."""
+    app = App()
+
+    def handle(order: Order) -> None:
+        message = current_message()
+        if message is not None and message.attempt == 1:
+            message.nak(0)
+
+    async def handle_async(order: Order) -> None:
+        message = current_message()
+        if message is not None and message.attempt == 1:
+            await message.nak(0)
+
+    app.subscriber("orders")(handle if kind == "sync" else handle_async)
+    rehearsal = Rehearsal(app)
+    rehearsal.publish("orders", Order(1))
+    rehearsal.run_until_idle()
+    counts = rehearsal.counts
+    assert (counts.acked, counts.requeued, counts.received) == (1, 1, 2)
+
+
+def test_a_message_delivered_more_often_than_the_limit_is_rejected_unseen(stage: Stage) -> None:
+    stage.implicit(raising(ValueError("boom")), delivery_limit=3)
+    stage.publish(1)
+    stage.run()
+    assert len(stage.calls) == 3
+    stage.rehearsal.assert_settled("m1", "requeue", "requeue", "requeue", "reject")
+    (dead,) = stage.rehearsal.dead_letters("orders")
+    assert dead.error == "delivered 4 times and not settled for good; the delivery_limit is 3"
+
+
+def test_what_is_delivered_too_often_is_a_strike_and_the_rest_of_its_batch_goes_back(stage: Stage) -> None:
+    stage.implicit(raising(Defer(0)), delivery_limit=1, unacceptable_limit=1, buffer=10)
+    stage.publish(1, 2)
+    stage.run()
+    assert len(stage.calls) == 2
+    stage.rehearsal.assert_settled("m1", "requeue", "reject")
+    stage.rehearsal.assert_settled("m2", "requeue", "nack")
 
 
 def test_a_configuration_error_releases_the_message_and_stops(stage: Stage) -> None:

@@ -16,6 +16,8 @@ from settled.settlement import (
     Cancelled,
     Leave,
     Nack,
+    Outcome,
+    Overdelivered,
     Raised,
     Reason,
     Requeue,
@@ -128,6 +130,38 @@ def test_a_plain_exception_in_explicit_mode_settles_nothing(settled: bool) -> No
     decided = decide(Raised(ValueError("boom"), settled), EXPLICIT)
     assert decided.action == Leave()
     assert (decided.strike, decided.level >= logging.WARNING) == (True, True)
+
+
+def test_without_auto_ack_a_plain_exception_settles_nothing_and_is_a_strike() -> None:
+    """Defect P6: the seed's `autoAck=false` does nothing, also then."""
+    decided = decide(Raised(ValueError("boom")), Policy(auto_ack=False))
+    assert (decided.action, decided.strike, decided.level) == (Leave(), True, logging.ERROR)
+
+
+@pytest.mark.parametrize("outcome", [Returned(), Raised(ValueError(), settled=True), Raised(DontAck(), True)])
+@pytest.mark.parametrize("policy", [IMPLICIT, EXPLICIT])
+def test_what_a_handler_releases_by_hand_is_followed_by_a_pause(outcome: Outcome, policy: Policy) -> None:
+    """Defect P4."""
+    released = decide(outcome, replace(policy, dont_ack_delay=7), by_hand=Nack())
+    assert (released.action, released.pause) == (Leave(), 7)
+    assert decide(outcome, policy, by_hand=Requeue(5)).pause == 0
+
+
+def test_a_message_delivered_too_often_is_rejected_with_the_reason() -> None:
+    decided = decide(Overdelivered(), Policy(delivery_limit=5), attempt=6)
+    error = "delivered 6 times and not settled for good; the delivery_limit is 5"
+    assert decided.action == rejected(Reason.DELIVERY_ERROR, error)
+    assert (decided.strike, decided.level) == (True, logging.ERROR)
+
+
+def test_a_dead_letter_that_cannot_be_decoded_here_either_is_not_rejected_again() -> None:
+    """Defect P15."""
+    outcome = Undecodable(ValueError("no id"), letter=True)
+    decided = decide(outcome, IMPLICIT)
+    assert (decided.action, decided.strike, decided.level) == (Requeue(None), True, logging.WARNING)
+    assert "read it as bytes: ValueError: no id" in str(decided.errors[0])
+    # A budget of attempts is the user's own word.
+    assert isinstance(decide(outcome, Policy(requeue_count=3), attempt=3).action, settlement.Reject)
 
 
 @pytest.mark.parametrize("error", [DontAck(), Defer(), Reject(), Invalid(), ValueError()])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from settled.clock import Bell, Clock
-from settled.message import Delivery, Settler
+from settled.message import Delivery
 from settled.pump.log import SettlementLog, logger
 from settled.pump.loop import Counts, Effect, Status, Stopped, Strikes, pump
 from settled.pump.settlers import AwaitableSettler, BlockingSettler
-from settled.settlement import describe
+from settled.settlement import Action, describe
 from settled.subscriber import Subscription
 from settled.transports.base import AsyncChannel, Buffers, Channel
 
@@ -36,7 +37,10 @@ class Pump(Generic[C]):
         self.status = Status.CREATED
         self.why = ""
         self.error: BaseException | None = None
-        self.counts = Counts()
+        self._counts = Counts()
+        """What the pump's own thread has counted."""
+        self._later = Counts()
+        self._later_lock = threading.Lock()
         self.in_hand: Delivery | None = None
         self.received: Sequence[Delivery] = ()
         self.strikes = strikes or Strikes(subscription.policy, clock.now)
@@ -44,9 +48,10 @@ class Pump(Generic[C]):
         self._clock = clock
         self._stop = Bell()
         self._log = SettlementLog(subscription.source.channel, clock.now)
-        self._settler: Settler = self.settler(
+        self._settler: BlockingSettler | AwaitableSettler = self.settler(
             channel,  # type: ignore[arg-type]
             subscription.policy.backoff,
+            self._settled_late,
         )
 
     def stop(self) -> None:
@@ -57,6 +62,21 @@ class Pump(Generic[C]):
     @property
     def stopping(self) -> bool:
         return self._stop.rung > 0
+
+    def close(self) -> None:
+        """The channel is closed: from now on a message of it cannot be settled."""
+        self._settler.close()
+
+    @property
+    def counts(self) -> Counts:
+        """How deliveries ended, with what became of those that were left alone."""
+        with self._later_lock:
+            return self._counts + self._later
+
+    def _settled_late(self, action: Action) -> None:
+        with self._later_lock:
+            self._later.left -= 1
+            self._later.count(action)
 
     def held(self) -> Iterator[Delivery]:
         """What is in hand, or waits for its turn: here, or inside the channel."""
@@ -70,7 +90,7 @@ class Pump(Generic[C]):
         self.status = Status.STARTED
         return pump(
             self.subscription.policy,
-            counts=self.counts,
+            counts=self._counts,
             strikes=self.strikes,
             stopping=lambda: self._stop.rung > 0,
             log=self._log,

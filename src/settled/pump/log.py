@@ -69,7 +69,7 @@ class SettlementLog:
         # In a group every leaf has a line, under its own name.
         signal = type(error).__name__ if len(settlement.errors) > 1 else settlement.signal
         cause = error.cause if isinstance(error, Signal) else error
-        text = "" if error is None else describe(error)
+        text = describe(error) if error is not None else getattr(settlement.action, "error", "")
         fields = {
             "event": word,
             "message_id": delivery.id,

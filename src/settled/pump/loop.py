@@ -17,21 +17,28 @@ from settled.policy import Policy
 from settled.pump.log import SettlementLog
 from settled.settlement import (
     ACKED,
+    LEFT,
     RELEASED,
     Ack,
     Action,
     Leave,
     Nack,
     Outcome,
+    Overdelivered,
     Reason,
     Reject,
     Requeue,
     Returned,
     Settlement,
+    Undecodable,
     decide,
     describe,
 )
 from settled.transports.base import Capabilities
+from settled.transports.letters import is_undecodable_letter
+
+RETURNED = Returned()
+_LEAVE = Leave()
 
 
 class Receive(msgspec.Struct, frozen=True, gc=False):
@@ -172,7 +179,7 @@ def pump(
     receive = Receive(policy.buffer, 0 if until_idle else policy.receive_timeout)
     stopped = Stopped(Status.STOPPED, "told to stop")
     # The way nearly all messages go is known beforehand: nothing to log, to count as a strike or to wait for.
-    acks = decide(Returned(), policy) is ACKED
+    acks, leaves = (decide(RETURNED, policy) is one for one in (ACKED, LEFT))
     while not stopping():
         if not buffered:
             got: Sequence[Delivery] | BaseException = yield receive
@@ -183,6 +190,11 @@ def pump(
             elif got:
                 counts.received += len(got)
                 buffered.extend(got)
+                if policy.delivery_limit:
+                    ended_by = yield from _reject_overdelivered(buffered, policy, counts, strikes, log)
+                    if ended_by is not None:
+                        stopped = ended_by
+                        break
             elif until_idle:
                 return Stopped(Status.STOPPED, "idle")
             elif not can().wakes:
@@ -201,21 +213,49 @@ def pump(
             counts.settle_failed += 1
             log.settle_failed(delivery, ACKED.action, outcome)
             continue
-        settlement = decide(outcome, policy, delivery.attempt, partial(can().gives_up, delivery))
-        if buffered and _blocks_its_lane(delivery, settlement.action, can()):
+        # Leave: somebody is settling it at this very moment, or it was released while its handler went on.
+        by_hand = (getattr(delivery, "settled_as", None) or _LEAVE) if delivery.settled else None
+        if outcome is RETURNED and leaves and (by_hand is None or isinstance(by_hand, Ack)):
+            _account(delivery, counts)
+            continue
+        if isinstance(outcome, Undecodable) and is_undecodable_letter(delivery):
+            outcome = replace(outcome, letter=True)
+        gives_up = partial(can().gives_up, delivery)
+        settlement = decide(outcome, policy, delivery.attempt, gives_up, by_hand)
+        if buffered and _blocks_its_lane(delivery, by_hand or settlement.action, can()):
             yield from _release([d for d in buffered if d.lane == delivery.lane], counts, log)
             buffered = deque(d for d in buffered if d.lane != delivery.lane)
-        yield from _settle(delivery, settlement, counts, log)
-        if settlement.strike and strikes.add():
-            stopped = Stopped(Status.LIMIT_EXCEEDED, f"{strikes}; the last one: {_why(settlement)}")
-            break
-        if settlement.stop:
-            stopped = _stop_for(settlement)
+        ended_by = yield from _conclude(delivery, settlement, counts, strikes, log)
+        if ended_by is not None:
+            stopped = ended_by
             break
         if settlement.pause:
             yield Pause(settlement.pause)
     yield from _release(buffered, counts, log)
     return stopped
+
+
+def _reject_overdelivered(
+    buffered: deque[Delivery], policy: Policy, counts: Counts, strikes: Strikes, log: SettlementLog
+) -> Generator[Effect, Any, Stopped | None]:
+    """Reject what came more often than the policy allows; how the pump ends by that, if it does."""
+    for delivery in [d for d in buffered if d.attempt > policy.delivery_limit]:
+        buffered.remove(delivery)
+        settlement = decide(Overdelivered(), policy, delivery.attempt)
+        ended_by = yield from _conclude(delivery, settlement, counts, strikes, log)
+        if ended_by is not None:
+            return ended_by
+    return None
+
+
+def _conclude(
+    delivery: Delivery, settlement: Settlement, counts: Counts, strikes: Strikes, log: SettlementLog
+) -> Generator[Effect, Any, Stopped | None]:
+    """Settle a message, and count its strike; how the pump ends by that, if it does."""
+    yield from _settle(delivery, settlement, counts, log)
+    if settlement.strike and strikes.add():
+        return Stopped(Status.LIMIT_EXCEEDED, f"{strikes}; the last one: {_why(settlement)}")
+    return _stop_for(settlement) if settlement.stop else None
 
 
 def _blocks_its_lane(delivery: Delivery, action: Action, can: Capabilities) -> bool:
@@ -254,10 +294,17 @@ def _settle(
         if isinstance(action, Requeue) and delivery.is_given_up():
             action = Reject(Reason.DELIVERY_ERROR, action.error)
             settlement = replace(settlement, action=action)
-    elif delivery.settled:
-        action = getattr(delivery, "settled_as", action)  # by its handler
-    counts.count(action)
+        counts.count(action)
+    else:
+        _account(delivery, counts)
     log.settled(delivery, settlement)
+
+
+def _account(delivery: Delivery, counts: Counts) -> None:
+    """Count what its handler has done, or may still do; not what was released while the handler went on."""
+    action = delivery.account(_LEAVE)
+    if action is not None:
+        counts.count(action)
 
 
 def _stop_for(settlement: Settlement) -> Stopped:
@@ -268,4 +315,5 @@ def _stop_for(settlement: Settlement) -> Stopped:
 
 
 def _why(settlement: Settlement) -> str:
-    return "; ".join(describe(error) for error in settlement.errors) or settlement.signal
+    errors = "; ".join(describe(error) for error in settlement.errors)
+    return errors or (settlement.action.error if isinstance(settlement.action, Reject) else settlement.signal)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from time import monotonic
 from typing import Any
 
 from settled.message import Delivery, Message, in_hand
 from settled.pump.driver import Pump
-from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped
+from settled.pump.loop import RETURNED, Effect, Handle, Pause, Receive, Settle, Stopped
 from settled.pump.settlers import AwaitableSettler, perform
-from settled.settlement import Cancelled, Outcome, Raised, Returned, Undecodable
+from settled.settlement import Cancelled, Outcome, Raised, Undecodable
 from settled.transports.base import AsyncChannel
 
-_RETURNED = Returned()
+# For how long the pump may keep the loop to itself, in seconds.
+_TURN = 0.005
 
 
 class Proactor(Pump[AsyncChannel]):
@@ -21,6 +23,7 @@ class Proactor(Pump[AsyncChannel]):
 
     settler = AwaitableSettler
     _cancelled: asyncio.CancelledError | None = None
+    _turn_ends = 0.0
 
     async def run(self) -> Stopped:
         """Pump until told to stop or cancelled, or until the limit is reached."""
@@ -32,6 +35,7 @@ class Proactor(Pump[AsyncChannel]):
             Pause: self._pause,
         }
         try:
+            self._turn_ends = monotonic() + _TURN
             effect = next(effects)
             while True:
                 effect = effects.send(await carry_out[type(effect)](effect))
@@ -52,7 +56,19 @@ class Proactor(Pump[AsyncChannel]):
             task.uncancel()
         self._stop.ring()
 
+    async def _yield(self) -> None:
+        """Let the rest of the loop have its turn: a handler and a channel may never wait for anything."""
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError as error:
+            self._interrupt(error)
+        self._turn_ends = monotonic() + _TURN
+
     async def _receive(self, effect: Receive) -> Any:
+        if monotonic() >= self._turn_ends:
+            await self._yield()
+            if self._cancelled is not None:
+                return ()
         try:
             self.received = received = await self.channel.receive(effect.limit, effect.timeout)
         except Exception as error:
@@ -70,6 +86,7 @@ class Proactor(Pump[AsyncChannel]):
                 done = perform(self.channel, delivery, effect.action, self.subscription.policy.backoff)
                 if done is not None:
                     await done
+                delivery.settled_as = effect.action
             except BaseException as error:
                 return self._unsettled(delivery, error)
         return None
@@ -90,7 +107,7 @@ class Proactor(Pump[AsyncChannel]):
             self._interrupt(error)
 
     async def _handle(self, effect: Handle) -> tuple[Delivery, Outcome | BaseException] | None:
-        buffered, counts, stop, settler = effect.buffered, self.counts, self._stop, self._settler
+        buffered, counts, stop, settler = effect.buffered, self._counts, self._stop, self._settler
         decode, handler, channel = self.subscription.decode, self.subscription.handler, self.channel
         explicit = self.subscription.policy.explicit
         while True:
@@ -116,15 +133,17 @@ class Proactor(Pump[AsyncChannel]):
                 in_hand.reset(token)
                 self.in_hand = None
                 delivery.handled = True
-            if not effect.acks:
-                return delivery, _RETURNED
-            if delivery.claim():
-                try:
-                    done = channel.ack(delivery)
-                    if done is not None:
-                        await done
-                except BaseException as error:
-                    return delivery, self._unsettled(delivery, error)
+            # What the handler of an implicit subscription settled itself is not just acked either.
+            if not effect.acks or not delivery.claim():
+                return delivery, RETURNED
+            try:
+                done = channel.ack(delivery)
+                if done is not None:
+                    await done
+            except BaseException as error:
+                return delivery, self._unsettled(delivery, error)
             counts.acked += 1
             if not buffered or stop.rung:
                 return None
+            if monotonic() >= self._turn_ends:
+                await self._yield()

@@ -8,12 +8,12 @@ from typing import Any
 
 from settled.message import Delivery, Message, in_hand
 from settled.pump.driver import Pump
-from settled.pump.loop import Effect, Handle, Pause, Receive, Settle, Stopped
+from settled.pump.loop import RETURNED, Effect, Handle, Pause, Receive, Settle, Status, Stopped
 from settled.pump.settlers import BlockingSettler
-from settled.settlement import ACKED, Nack, Outcome, Raised, Returned, Undecodable
+from settled.settlement import ACKED, Leave, Nack, Outcome, Raised, Undecodable, describe
 from settled.transports.base import AcksSoon, Channel
 
-_RETURNED = Returned()
+_NACK, _LEAVE = Nack(), Leave()
 
 
 class Reactor(Pump[Channel]):
@@ -50,8 +50,18 @@ class Reactor(Pump[Channel]):
     def release(self) -> None:
         """Give back the message of a handler that did not end in time; what it does later is too late."""
         delivery = self.in_hand
-        if delivery is not None:
-            self._settler.settle(delivery, Nack())
+        if delivery is None:
+            return
+        self.status, self.why = Status.STOPPED, "its handler goes on; its message was released"
+        failed = self._settle(Settle(delivery, _NACK))
+        if failed is not None:
+            self._log.settle_failed(delivery, _NACK, failed)
+            self.why = f"its handler goes on; its message could not be released: {describe(failed)}"
+        action = delivery.account(_LEAVE)
+        with self._later_lock:
+            self._later.settle_failed += failed is not None
+            if action is not None:
+                self._later.count(action)
 
     def _receive(self, effect: Receive) -> Any:
         try:
@@ -70,15 +80,16 @@ class Reactor(Pump[Channel]):
     def _not_acked(self, delivery: Delivery, error: Exception) -> None:
         """It was counted as acked when the next message was begun."""
         delivery.reopen()
-        self.counts.acked -= 1
-        self.counts.settle_failed += 1
+        with self._later_lock:
+            self._later.acked -= 1
+            self._later.settle_failed += 1
         self._log.settle_failed(delivery, ACKED.action, error)
 
     def _pause(self, effect: Pause) -> None:
         self._clock.wait(self._stop, 0, effect.seconds)
 
     def _handle(self, effect: Handle) -> tuple[Delivery, Outcome | BaseException] | None:
-        buffered, counts, stop, settler = effect.buffered, self.counts, self._stop, self._settler
+        buffered, counts, stop, settler = effect.buffered, self._counts, self._stop, self._settler
         decode, handler = self.subscription.decode, self.subscription.handler
         explicit, channel, soon = self.subscription.policy.explicit, self.channel, self._soon
         while True:
@@ -97,19 +108,19 @@ class Reactor(Pump[Channel]):
                 in_hand.reset(token)
                 self.in_hand = None
                 delivery.handled = True
-            if not effect.acks:
-                return delivery, _RETURNED
-            if delivery.claim():
-                try:
-                    if soon is not None:
-                        soon.ack_soon(delivery, self._not_acked, last=not buffered)
-                    else:
-                        channel.ack(delivery)
-                except BaseException as error:
-                    delivery.reopen()
-                    if not isinstance(error, Exception):
-                        raise
-                    return delivery, error
+            # What the handler of an implicit subscription settled itself is not just acked either.
+            if not effect.acks or not delivery.claim():
+                return delivery, RETURNED
+            try:
+                if soon is not None:
+                    soon.ack_soon(delivery, self._not_acked, last=not buffered)
+                else:
+                    channel.ack(delivery)
+            except BaseException as error:
+                delivery.reopen()
+                if not isinstance(error, Exception):
+                    raise
+                return delivery, error
             counts.acked += 1
             if not buffered or stop.rung:
                 return None

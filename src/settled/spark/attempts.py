@@ -333,7 +333,7 @@ class Attempts:
         policy = policy or self._policy
         number = rows.attempts[i] if rows.attempts is not None else 1
         try:
-            settlement = decide(what, policy, number)
+            settlement = decide(what, policy, number, by_hand=asked)
             error = "; ".join(sorted({describe(e) for e in settlement.errors})) or None
         except Exception:  # an error that cannot even be shown
             kind = "Returned" if isinstance(what, Returned) else type(what.error).__name__

@@ -22,20 +22,29 @@ def destination(source: Source, rejection: Reject) -> str | None:
     return source.dead_letter
 
 
+def is_undecodable_letter(delivery: Delivery) -> bool:
+    """Whether it is a dead letter, on another channel, of a message that could not be decoded."""
+    headers = delivery.headers
+    unacceptable = headers.get("settled-reason") == Reason.UNACCEPTABLE.value
+    return unacceptable and headers.get("settled-subject") not in (None, delivery.subject)
+
+
 def letter(delivery: Delivery, rejection: Reject, group: str, to: str) -> Outgoing:
     """The message itself, with why and where it failed in its headers.
 
     Its id is the same each time, so that a crash between the letter and the settlement does not make two
     where the broker knows duplicates.
     """
-    headers = {
-        **delivery.headers,
+    why = {
         "settled-subject": delivery.subject,
         "settled-group": group,
         "settled-reason": rejection.reason.value,
         "settled-error": rejection.error,
         "settled-attempts": str(delivery.attempt),
     }
+    # A letter that cannot be read where letters are read keeps its first reason.
+    again = rejection.reason is Reason.UNACCEPTABLE and is_undecodable_letter(delivery)
+    headers = {**why, **delivery.headers} if again else {**delivery.headers, **why}
     # One letter a group and message, also if the same id was rejected in two lanes.
     identity = ":".join(part for part in (delivery.id, group, delivery.lane) if part)
     if identity != delivery.id:  # which there was room for
