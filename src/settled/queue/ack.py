@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import asyncpg
 
@@ -32,6 +32,8 @@ SETTLERS = 2
 KINDS = {"completed": "ack", "success": "ack", "failed": "failed", "dlq": "dlq", "retry": "retry"}
 SETTLE = f"select * from settle({', '.join(f'${i}' for i in range(1, 22))})"  # noqa: S608 - placeholders only
 ROUNDS = 50
+Released: TypeAlias = "tuple[Lane, int, bool, float | None]"
+"""A lane whose lease is over: its group, whether more is to be read there, and when something comes due."""
 
 
 class Settler:
@@ -209,8 +211,9 @@ class Settler:
 
     async def _finish(self, link: Link, settlements: list[Settlement]) -> None:
         """Apply and answer; what the database refuses together is tried one by one, so only the bad fails."""
+        released: list[Released] = []
         try:
-            await self.apply(link, settlements)
+            await self.apply(link, settlements, released)
         except asyncpg.PostgresError as error:
             if len(settlements) == 1:
                 settlements[0].fail(error)
@@ -223,6 +226,20 @@ class Settler:
         else:
             for settlement in settlements:
                 settlement.finish()
+        finally:
+            self.tell(released)
+
+    def tell(self, released: list[Released]) -> None:
+        """Leases are over, and that is on disk: tell who waits, here and elsewhere."""
+        for lane, group_id, pending, due in released:
+            if pending:
+                self._ready.released(lane.queue.id, lane.id, group_id, due)
+                if due is not None:
+                    self._activity.look()
+            else:
+                self._ready.freed(lane.queue.id, lane.id, group_id)
+        if released:
+            self._activity.ring()
 
     def _take(self) -> list[Settlement]:
         """Settlements that touch different messages, on lanes no other call is working on."""
@@ -240,18 +257,21 @@ class Settler:
         self._pending.extendleft(reversed(later))
         return taken
 
-    async def apply(self, link: Any, settlements: list[Settlement]) -> None:
-        """Settle; what cannot be is taken out and the rest tried again, until nothing is in the way."""
+    async def apply(self, link: Any, settlements: list[Settlement], released: list[Released]) -> None:
+        """Settle; what cannot be is taken out and the rest tried again, until nothing is in the way.
+
+        The leases that are over then are noted in `released`, for `tell` after the commit.
+        """
         for _ in range(ROUNDS):
             marks = [mark for settlement in settlements for mark in settlement.live()]
-            if not marks or await self._call(link, marks):
+            if not marks or await self._call(link, marks, released):
                 return
         for settlement in settlements:  # nobody behaves like this; one by one they cannot hinder each other
             while live := settlement.live():
-                if await self._call(link, live):
+                if await self._call(link, live, released):
                     break
 
-    async def _call(self, link: Any, marks: list[Mark]) -> bool:
+    async def _call(self, link: Any, marks: list[Mark], told: list[Released]) -> bool:
         """One call of settle(); False if something had to be taken out."""
         ranges: dict[Lease, list[Mark]] = {}
         singles: list[Mark] = []
@@ -309,7 +329,7 @@ class Settler:
         if any(row["status"] in _PROBLEMS for row in rows):
             self._take_out(rows, leases, ranges, singles)
             return False
-        self._answer(rows, ranges, singles)
+        self._answer(rows, ranges, singles, told)
         return True
 
     async def _copy(self, link: Any, mark: Mark) -> tuple[str, str, datetime, bytes, bytes]:
@@ -345,7 +365,13 @@ class Settler:
                 case "answered_single":
                     singles[row["item"]].refuse("not_found", SETTLED_BEFORE)
 
-    def _answer(self, rows: list[Any], ranges: dict[Lease, list[Mark]], singles: list[Mark]) -> None:
+    def _answer(
+        self,
+        rows: list[Any],
+        ranges: dict[Lease, list[Mark]],
+        singles: list[Mark],
+        told: list[Released],
+    ) -> None:
         released: set[tuple[int, int]] = set()
         outcomes: dict[int, tuple[str, int]] = {}
         for row in rows:
@@ -355,14 +381,9 @@ class Settler:
             if row["status"] == "released":
                 released.add((row["lane_id"], row["group_id"]))
                 lane = self._registry.lanes_by_id.get(row["lane_id"])
-                if lane is not None and row["pending"]:
+                if lane is not None:
                     due = row["due"].timestamp() if row["due"] is not None else None
-                    self._ready.released(lane.queue.id, lane.id, row["group_id"], due)
-                    self._activity.ring()
-                    if due is not None:
-                        self._activity.look()
-                elif lane is not None:
-                    self._ready.freed(lane.queue.id, lane.id, row["group_id"])
+                    told.append((lane, row["group_id"], row["pending"], due))
         for lease, marks in ranges.items():
             free = lease.key in released
             queue, partition = marks[0].lane.queue.name, marks[0].lane.name

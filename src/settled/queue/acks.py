@@ -239,9 +239,9 @@ class AckQueue:
                 self._leases.drop(lease)
                 if pending is not None and pending[at]:
                     self._ready.released(lane.queue.id, lane.id, lease.group_id, None)
-                    self._activity.ring()
                 else:
                     self._ready.freed(lane.queue.id, lane.id, lease.group_id)
+                self._activity.ring()
             self.settled += sum(acks.count for acks in own)
             _answer(own, Acked(lane.queue.name, lane.name, over))
 

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from settled.queue.db import Link, sql
 from settled.queue.errors import Unavailable
+from settled.queue.turns import Rounds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from settled.queue.db import Clock
     from settled.queue.lanes import Registry
     from settled.queue.ready import ReadySets
@@ -29,7 +32,16 @@ class Activity:
     rolled-back transaction holds nobody up.
     """
 
-    def __init__(self, dsn: str, worker: str, registry: Registry, ready: ReadySets, clock: Clock) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        worker: str,
+        registry: Registry,
+        ready: ReadySets,
+        clock: Clock,
+        on_reset: Callable[[int], None],
+    ) -> None:
+        self._on_reset = on_reset
         self._worker = worker
         self._registry = registry
         self._ready = ready
@@ -39,8 +51,7 @@ class Activity:
         self._bell = Link(dsn, synchronous_commit="off")
         self._horizon: str | None = None
         self._seen: set[tuple[str, str]] = set()
-        self._reading: asyncio.Task[None] | None = None
-        self._next: asyncio.Task[None] | None = None
+        self._reads = Rounds(self._read)
         self._lost = False
         self._rung = asyncio.Event()
         self._tick = asyncio.Event()
@@ -64,8 +75,7 @@ class Activity:
         ring, *others = self._tasks
         for task in others:
             task.cancel()
-        reads = [task for task in (self._reading, self._next) if task is not None]
-        await asyncio.gather(ring, *others, *reads, return_exceptions=True)
+        await asyncio.gather(ring, *others, self._reads.end(), return_exceptions=True)
         for link in (self._reader, self._listener, self._bell):
             await link.close()
 
@@ -80,14 +90,9 @@ class Activity:
 
     async def read(self) -> None:
         """Take over the others' news up to now; callers share a read that began after they asked."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._after(self._reading))
-        await asyncio.shield(self._next)
+        await self._reads.run()
 
-    async def _after(self, running: asyncio.Task[None] | None) -> None:
-        if running is not None:
-            await asyncio.wait([running])
-        self._reading, self._next = self._next, None
+    async def _read(self) -> None:
         try:
             rows = await self._reader.fetch(sql("activity"), self._horizon, self._worker)
         except Unavailable:
@@ -100,7 +105,11 @@ class Activity:
         if self._lost:  # nobody knows what happened meanwhile: look everywhere
             self._lost = False
             self._ready.reset()
-        await self._apply(news)
+        try:
+            await self._apply(news)
+        except BaseException:  # what was not taken over is not read again
+            self._lost = True
+            raise
 
     async def _apply(self, rows: list[Any]) -> None:
         for row in rows:
@@ -115,14 +124,17 @@ class Activity:
                         row["queues"], row["lanes"], row["groups"], row["until"], strict=True
                     ):
                         self._ready.released(queue, lane, group, until.timestamp() if until else None)
+                case "free":
+                    for queue, lane, group in zip(row["queues"], row["lanes"], row["groups"], strict=True):
+                        self._ready.freed(queue, lane, group)
                 case "config":
                     await self._registry.refresh(row["queues"])
                     for queue in row["queues"]:
-                        self._ready.drop_queue(queue)
+                        self._on_reset(queue)
                     self._registry.announce()
                 case "reset":
                     for queue in row["queues"]:
-                        self._ready.drop_queue(queue)
+                        self._on_reset(queue)
         if rows:
             self.look()
 

@@ -105,10 +105,12 @@ async def subscribe(core: Core, group: str, name: str | None, at: str | datetime
     group_id = await core.registry.group(group)
     queue = await _queue(core, name) if name is not None else None
     time = parse_time("subscriptionTimestamp", at)
-    rows = await core.pool.fetch(sql("subscription_move"), group_id, queue.id if queue else None, time)
-    for row in rows:
-        _reset(core, row["queue_id"])
-    return len(rows)
+    moved = await core.pool.fetchval(
+        "select move_subscription($1, $2, $3, $4)", core.worker, group_id, queue.id if queue else None, time
+    )
+    for queue_id in moved:
+        _reset(core, queue_id)
+    return len(moved)
 
 
 async def delete_group(core: Core, group: str, name: str | None, metadata: bool) -> int:
@@ -122,10 +124,9 @@ async def delete_group(core: Core, group: str, name: str | None, metadata: bool)
         queue.id if queue else None,
         metadata,
     )
-    for key in list(core.ready.sets):
-        if key[1] == group_id:
-            core.ready.drop(key)
-    core.poller.forget_subscriptions()
+    for queue_id in [key[0] for key in core.ready.sets if key[1] == group_id]:
+        _reset(core, queue_id)
+    core.poller.forget_subscriptions(group_id=group_id)
     core.activity.ring()
     return int(row["partitions"])
 
@@ -138,7 +139,7 @@ async def _queue(core: Core, name: str) -> Queue:
 
 
 def _reset(core: Core, queue_id: int) -> None:
-    core.ready.drop_queue(queue_id)
+    core.reset_queue(queue_id)
     core.activity.ring()
 
 

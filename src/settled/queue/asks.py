@@ -69,7 +69,7 @@ class Ask:
 class Share:
     """One claim's entry: a lane, who shares it, and from which set it was taken."""
 
-    __slots__ = ("asks", "group_id", "lane_id", "lease", "ready", "room", "want")
+    __slots__ = ("asks", "group_id", "lane_id", "lease", "ready", "room", "turn", "want")
 
     def __init__(
         self, lane_id: int, group_id: int, ready: ReadySet | None, ask: Ask, lease: str | None
@@ -77,6 +77,7 @@ class Share:
         self.lane_id = lane_id
         self.group_id = group_id
         self.ready = ready
+        self.turn = ready.turn if ready is not None else 0
         self.asks = [ask]
         self.want = ask.request.batch
         self.lease = lease

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from settled.queue.ack import Settler
 from settled.queue.activity import Activity, wait_for
+from settled.queue.auditor import Auditor
 from settled.queue.cache import SegmentCache
 from settled.queue.db import Clock, Pool, migrate, sql
 from settled.queue.errors import Unavailable
@@ -45,7 +46,10 @@ class Core:
         self.registry = Registry(self.pool)
         self.ready = ReadySets(self.pool, self.clock)
         self.leases = Leases(self.pool, self.cache)
-        self.activity = Activity(dsn, self.worker, self.registry, self.ready, self.clock)
+        self.activity = Activity(dsn, self.worker, self.registry, self.ready, self.clock, self.reset_queue)
+        self.auditor = Auditor(
+            dsn, self.registry, self.ready, lambda queue_id: self.poller.forget_subscriptions(queue_id)
+        )
         self.pusher = Pusher(dsn, self.worker, self.registry, self.cache, self.appended)
         self.popper = Popper(
             dsn,
@@ -66,6 +70,7 @@ class Core:
             self.ready,
             self.popper,
             self.activity,
+            self.auditor,
             self.clock,
             lambda: self.switches.get("pop", False),
         )
@@ -86,6 +91,7 @@ class Core:
         core = cls(dsn, worker)
         await core.clock.sync(core.pool)
         await core.activity.start()
+        await core.auditor.start()
         await core.pusher.start()
         await core.popper.start()
         await core.settler.start()
@@ -98,7 +104,11 @@ class Core:
 
     async def read_switches(self) -> None:
         """Which maintenance switches are on."""
+        before = self.switches.get("pop", False)
         self.switches = {row["name"]: row["enabled"] for row in await self.pool.fetch(sql("switches"))}
+        if self.switches.get("pop", False) and not before:
+            self.ready.wake_everybody()
+            self.registry.announce()
 
     async def watch_switches(self) -> None:
         """Follow switches that another worker set."""
@@ -126,6 +136,7 @@ class Core:
         await self.popper.close()
         await asyncio.gather(*self._given_back, return_exceptions=True)
         await self.settler.close()
+        await self.auditor.close()
         await self.activity.close()
         await self.pool.close()
 
@@ -139,6 +150,11 @@ class Core:
             task = asyncio.create_task(self.settler.settle(items, popped.group, atomic=False))
             self._given_back.add(task)
             task.add_done_callback(self._given_back.discard)
+
+    def reset_queue(self, queue_id: int) -> None:
+        """Forget what is remembered of a queue and its groups, as when it is configured anew."""
+        self.poller.forget_subscriptions(queue_id)
+        self.ready.drop_queue(queue_id)
 
     def appended(self, lanes: list[tuple[Lane, int]]) -> None:
         """Messages are on disk: tell who waits, here and elsewhere."""
@@ -161,6 +177,8 @@ class Core:
             "known_leases": len(self.leases),
             "ready_lanes": sum(len(r.ready) for r in ready),
             "waiting_pops": sum(len(r.waiters) for r in ready),
+            "audits_total": self.auditor.rounds,
+            "audited_openings_total": self.auditor.opened,
             "remembered_ids": self.registry.memory.total,
             "cached_segment_bytes": self.cache.size,
             **{f"{name}_messages_total": count for name, count in self.settler.outcomes.items()},

@@ -20,6 +20,7 @@ from settled.queue.types import AckItem, DeadLetter, Page, PushItem, PushResult
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from settled.queue.ack import Released
     from settled.queue.core import Core
     from settled.queue.transact import _Pushes as Pushes
 
@@ -184,8 +185,10 @@ async def bury(core: Core, items: Sequence[AckItem], group: str) -> int:
     settlement = Settlement([mark for mark in marks if mark is not None], False)
     for mark in settlement.marks:
         mark.kind = "bury"
+    released: list[Released] = []
     async with core.pool.link() as link:
-        await core.settler.apply(link, [settlement])
+        await core.settler.apply(link, [settlement], released)
+    core.settler.tell(released)
     return sum(mark.result is not None and mark.result.success for mark in settlement.marks)
 
 

@@ -89,14 +89,18 @@ class Registry:
         self.lanes_by_uid: dict[str, Lane] = {}
         self.groups: dict[str, int] = {}
         self.group_names: dict[int, str] = {}
-        self.news = asyncio.Event()
+        self.version = 0
+        """How often new queues or partitions were announced."""
+        self.waiting: dict[asyncio.Future[None], None] = {}
         self._wanted: set[tuple[str, str]] = set()
         self._making = asyncio.Lock()
 
     def announce(self) -> None:
-        """Wake whoever waits for a queue that did not exist."""
-        self.news.set()
-        self.news = asyncio.Event()
+        """Wake whoever waits for a queue or partition that did not exist."""
+        self.version += 1
+        for waiter in self.waiting:
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def queue(self, name: str, *, fresh: bool = False) -> Queue | None:
         """A queue by name, or None."""

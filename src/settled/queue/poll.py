@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from settled.queue import sealing
-from settled.queue.activity import wait_for
 from settled.queue.asks import Ask
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest
@@ -18,14 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from settled.queue.activity import Activity
+    from settled.queue.auditor import Auditor
     from settled.queue.db import Clock, Pool
     from settled.queue.lanes import Lane, Queue, Registry
     from settled.queue.pop import Popper
     from settled.queue.ready import ReadySet, ReadySets
     from settled.queue.soon import Done
 
-LOOK_AGAIN = 1.0
 TRIES = 100
+PATIENCE = 3
+"""Lanes that had nothing after all, before those that are ready are compared with the tables."""
 MAX_BATCH = 10_000
 MAX_PARTITIONS = 1_000
 _MODES = {None: "all", "": "all", "all": "all", "from_beginning": "all", "new": "new", "new-only": "new"}
@@ -66,6 +67,11 @@ def check_request(request: PopRequest) -> None:
         raise BadRequest("partition", request.partition, "a partition needs its queue")
 
 
+def _nothing(request: PopRequest, why: Empty) -> Popped:
+    """The answer where there is nothing: a poll that waited for it timed out."""
+    return Popped(request.group, empty=why if not request.wait or why == "window_buffer" else "timeout")
+
+
 class Poller:
     """Answers pops, at once or when something comes."""
 
@@ -76,6 +82,7 @@ class Poller:
         ready: ReadySets,
         popper: Popper,
         activity: Activity,
+        auditor: Auditor,
         clock: Clock,
         paused: Callable[[], bool],
     ) -> None:
@@ -84,14 +91,17 @@ class Poller:
         self._ready = ready
         self._popper = popper
         self._activity = activity
+        self._auditor = auditor
         self._clock = clock
         self._paused = paused
         self._subscribed: set[tuple[int, int]] = set()
         self._checked: PopRequest | None = None
 
-    def forget_subscriptions(self) -> None:
-        """Look subscriptions up again, as after a group was deleted."""
-        self._subscribed.clear()
+    def forget_subscriptions(self, queue_id: int | None = None, group_id: int | None = None) -> None:
+        """Look subscriptions to a queue, or of a group, up again: the group may have been deleted."""
+        self._subscribed = {
+            (group, queue) for group, queue in self._subscribed if queue != queue_id and group != group_id
+        }
 
     async def pop(self, request: PopRequest) -> Popped:
         """Hand out what there is, or wait for it."""
@@ -104,36 +114,58 @@ class Poller:
         while not self._popper.closing:
             if self._paused():  # also while it waited
                 return Popped(request.group, empty="paused")
-            news = self._registry.news
+            version = self._registry.version
             ask = await self._ask(request, group_id, start)
-            why: Empty = "partition_not_found" if request.partition is not None else "no_available_partition"
+            if ask is not None and ask.lane is not None:
+                popped = await self._pop_lane(request, ask, ask.lane, deadline)
+                if popped is not None:
+                    return popped
+                continue
             if ask is not None:
                 await self._popper.ask(ask)
                 if ask.popped is not None:
                     self._pass_on(ask.sets)
                     return ask.popped
-                why = ask.why
                 tries += 1
                 if tries < TRIES and any(ready.ready for ready in ask.sets):
+                    if tries % PATIENCE == 0:
+                        await self._auditor.sift(ask.sets)
                     continue  # that lane had nothing, but others may
-            if not looked:  # others may have pushed what we have not heard of
-                looked = True
-                await self._activity.read()
-                if ask is None or ask.lane is not None or any(ready.ready for ready in ask.sets):
-                    continue
+                if not looked:  # memory is a hint
+                    looked = True
+                    await self._activity.read()
+                    await self._auditor.check(ask.sets)
+                    if any(ready.ready or ready.dropped for ready in ask.sets):
+                        continue
             left = deadline - loop.time()
             if left <= 0:
-                return Popped(
-                    request.group, empty=why if not request.wait or why == "window_buffer" else "timeout"
-                )
-            pause = min(left, LOOK_AGAIN)
-            if ask is None:
-                await wait_for(news, pause)
-            else:
-                if ask.lane is not None and ask.until is not None:
-                    pause = min(pause, max(0.001, ask.until - self._clock.now()))
-                await self._ready.wait(ask.sets, ask.lane, pause)
+                absent: Empty = "partition_not_found" if request.partition else "no_available_partition"
+                return _nothing(request, ask.why if ask is not None else absent)
+            names = self._registry.waiting if ask is None or request.queue is None else None
+            if names is None or self._registry.version == version:
+                await self._ready.wait(ask.sets if ask is not None else (), left, names=names)
+            tries = 0
         return Popped(request.group, empty="timeout")
+
+    async def _pop_lane(self, request: PopRequest, ask: Ask, lane: Lane, deadline: float) -> Popped | None:
+        """Pop from a lane that was named, which is always asked; None if it should be tried again."""
+        with self._ready.watch(lane.id) as waiter:
+            await self._popper.ask(ask)
+            if ask.popped is not None:
+                return ask.popped
+            if ask.why == "partition_not_found":  # deleted; it may have been made again
+                await self._registry.refresh([lane.queue.id])
+                self._registry.forget_lane(lane)
+                return None
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                return _nothing(request, ask.why)
+            closed = None
+            if ask.until is not None:
+                closed = ask.group_id
+                left = min(left, max(0.001, ask.until - self._clock.now()))
+            await self._ready.wait_lane(lane.id, waiter, closed, left)
+        return None
 
     def pop_soon(self, request: PopRequest, done: Done[Popped]) -> bool:
         """Try once to hand out messages of a queue this worker knows to have some.
@@ -145,7 +177,9 @@ class Poller:
         queue = self._registry.queues.get(request.queue or "")
         if group_id is None or queue is None or request.partition is not None or self._popper.closing:
             return False
-        if request.group != QUEUE_MODE and (group_id, queue.id) not in self._subscribed:
+        if request.group != QUEUE_MODE and not (
+            (group_id, queue.id) in self._subscribed and self._auditor.recent()
+        ):
             return False
         ready = self._ready.sets.get((queue.id, group_id))
         if ready is None or not ready.ready or ready.loaded is None or not ready.loaded.done():
@@ -193,7 +227,11 @@ class Poller:
         self, group: str, group_id: int, queue: Queue, start: tuple[str, datetime | None]
     ) -> None:
         """Note where the group starts; the first choice wins and holds for partitions that come later."""
-        if group == QUEUE_MODE or (group_id, queue.id) in self._subscribed:
+        if group == QUEUE_MODE:
+            return
+        if (group_id, queue.id) in self._subscribed and not self._auditor.recent():
+            await self._auditor.check(())
+        if (group_id, queue.id) in self._subscribed:
             return
         await self._pool.fetch(sql("subscribe"), group_id, queue.id, *start)
         self._subscribed.add((group_id, queue.id))

@@ -152,7 +152,7 @@ class Popper:
         except BaseException:
             for share in shares:
                 if share.ready is not None:
-                    share.ready.answered(share.lane_id, "failed", None, 1)
+                    share.ready.answered(share.lane_id, "failed", None, 1, share.turn)
             raise
         self.claims += 1
         got = self._sort_out(shares, claimed)
@@ -187,14 +187,14 @@ class Popper:
             if until is not None and until < self._clock.now() + 1:
                 self._activity.look()
             if share.ready is not None:
-                share.ready.answered(share.lane_id, status, until, left)
+                share.ready.answered(share.lane_id, status, until, left, share.turn)
             elif status == "ok" and share.lease and ask.lane is not None:
                 self._ready.hold(ask.lane.queue.id, ask.lane.id, ask.group_id, until or 0)
         if len(claimed) < len(shares):  # the others were not asked any more: their request was full
             asked = {share for share, _ in claimed}
             for share in shares:
                 if share not in asked and share.ready is not None:
-                    share.ready.answered(share.lane_id, "full", None, 1)
+                    share.ready.answered(share.lane_id, "full", None, 1, share.turn)
         return got
 
     async def _hand_out(

@@ -339,7 +339,9 @@ class Pusher:
         suspects = batch.lane.remembered.suspects([key for chunk in batch.chunks for key in chunk.hashes])
         # Retention may have removed what the cache and the hashes still know.
         heads = await link.fetch(sql("lane_heads"), [batch.lane.id])
-        first, holes = (heads[0]["first_seq"], heads[0]["has_holes"]) if heads else (0, False)
+        if not heads:
+            return {}  # the lane was deleted, with all its ids: appending will say so
+        first, holes = heads[0]["first_seq"], heads[0]["has_holes"]
         found: dict[bytes, str] = {}
         for chunk in batch.chunks:
             for tx, key in zip(chunk.tx, chunk.hashes, strict=True):

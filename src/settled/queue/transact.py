@@ -29,6 +29,7 @@ from settled.queue.types import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from settled.queue.ack import Released
     from settled.queue.core import Core
     from settled.queue.lanes import Lane
     from settled.queue.types import CycleAck, PushItem, PushOp, StateOp
@@ -145,13 +146,14 @@ async def _transaction(
         if any(result is not None for result in found):
             return _failed(operations, found)
         settlement = Settlement([mark for mark in marks if mark is not None], True)
+        leases_over: list[Released] = []
         busy = await core.pusher.exclusive(lanes)
         try:
             async with core.pool.transaction() as connection:
                 await work.apply(connection, refuse=True)
                 if leases:
                     await _check_leases(connection, leases)
-                await core.settler.apply(connection, [settlement])
+                await core.settler.apply(connection, [settlement], leases_over)
                 if any(mark.result is None or not mark.result.success for mark in settlement.marks):
                     raise _Refused("")
         except Gone:
@@ -167,6 +169,7 @@ async def _transaction(
         finally:
             core.pusher.free(busy)
         pushed = iter(work.commit())
+        core.settler.tell(leases_over)
         acked = iter([mark.result for mark in settlement.marks])
         results: list[Any] = []
         for op in operations:
@@ -237,12 +240,9 @@ async def extend(core: Core, lease_id: str, seconds: float) -> LeaseExtension:
         lanes = await core.pool.fetchval(sql("wide_lanes"), lease) or lanes
     rows = await core.pool.fetch(sql("extend"), lanes, group_id, lease, float(seconds))
     if rows:
-        until = min(row["lease_until"] for row in rows)
-        for row in rows:
-            known = core.registry.lanes_by_id.get(row["lane_id"])
-            if known is not None:
-                core.ready.hold(known.queue.id, known.id, group_id, row["lease_until"].timestamp())
-        return LeaseExtension(lease_id, True, until, renewed=len(rows))
+        # Memory is not told: a pop that tries the lane when the lease would have ended finds it leased. A
+        # hold noted here could outlive the lease, whose last ack may have been answered before this.
+        return LeaseExtension(lease_id, True, min(row["lease_until"] for row in rows), renewed=len(rows))
     expired = await core.pool.fetchval(sql("lease_state"), lanes, group_id, lease)
     return LeaseExtension(lease_id, False, error="Lease already expired" if expired else "Lease not found")
 
@@ -281,12 +281,13 @@ async def _cycle(
     for _ in range(ATTEMPTS):
         lanes = await work.prepare()
         settlement, lease = await _cycle_marks(core, lane, group_id, group, ack)
+        leases_over: list[Released] = []
         busy = await core.pusher.exclusive(lanes)
         try:
             async with core.pool.transaction() as connection:
                 await work.apply(connection, refuse=False)
                 await _apply_state(connection, query_id, lane, state_ops)
-                await core.settler.apply(connection, [settlement])
+                await core.settler.apply(connection, [settlement], leases_over)
                 _check_cycle(settlement)
                 if ack is not None and release_lease and lease is not None:
                     await release(core, connection, lane, group_id, lease)
@@ -302,6 +303,7 @@ async def _cycle(
         finally:
             core.pusher.free(busy)
         results = work.commit()
+        core.settler.tell(leases_over)
         free = ack is not None and release_lease
         if free and lease is not None:
             released(core, lane, group_id, lease)

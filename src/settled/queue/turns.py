@@ -10,6 +10,33 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
+class Rounds:
+    """Runs work for whoever asks; callers share a round that began after they asked."""
+
+    def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
+        self._work = work
+        self._running: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Wait for a round that begins now or later; its error is the caller's, too."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._after(self._running))
+        await asyncio.shield(self._next)
+
+    async def end(self) -> None:
+        """Wait for the rounds that were asked for."""
+        rounds = [task for task in (self._running, self._next) if task is not None]
+        await asyncio.gather(*rounds, return_exceptions=True)
+
+    async def _after(self, running: asyncio.Task[None] | None) -> None:
+        if running is not None:
+            await asyncio.wait([running])
+        self._running, self._next = self._next, None
+        await self._work()
+
+
 Landed: TypeAlias = Callable[[], Awaitable[None]]
 PATIENCE = 0.02  # seconds; a call that takes longer waits for a lock, and those behind it should not
 

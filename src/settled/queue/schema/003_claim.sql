@@ -40,6 +40,11 @@ $$;
 create function take_back(p_lane bigint, p_group int, p_lease uuid, p_seq bigint[], p_attempts int[]) returns void
 language plpgsql as $$
 begin
+    if p_lease is null then
+        update queue set changed = pg_current_xact_id() where id = (select l.queue_id from lane l where l.id = p_lane);
+    end if;
+    insert into activity (worker, kind, queues, lanes, groups, until)  -- of nobody: the one who claimed hears it, too
+    select '', 'release', array[l.queue_id], array[l.id], array[p_group], array[null::timestamptz] from lane l where l.id = p_lane;
     if p_lease is not null then
         update consumer set lease_until = clock_timestamp()
          where lane_id = p_lane and group_id = p_group and lease = p_lease;
@@ -57,7 +62,8 @@ $$;
 -- Hand out messages of several lanes to several requests. Entries are sorted by (lane, group), the one order in which
 -- consumers are locked. All entries of a request share its lease and its p_want; no lease: settled at once.
 -- p_older_than is for what is too old: it waits for no retry. p_turns says in which order the entries are served, where a request has several; null is their own.
--- status: ok | empty | leased | blocked | window | gone; `until` says when to look again.
+-- status: ok | empty | leased | blocked | window | gone; `until` says when to look again. A lane is `blocked` by what waits at
+-- its head; where nothing follows the cursor it is `empty`, though a parked message comes due.
 create function claim(
     p_worker text, p_request int[], p_lane bigint[], p_group int[], p_want int[], p_lease uuid[],
     p_seconds int[], p_older_than double precision, p_turns int[]
@@ -213,7 +219,7 @@ begin
                 update consumer c set cursor = v_cursor, base = v_cursor, odd = v_odd, lease = null, lease_until = null,
                        done = case when position(b'1' in v_done) > 0 then v_done else b'' end, answered = b''
                  where c.lane_id = p_lane[i] and c.group_id = p_group[i];
-                status := case when v_due is null then 'empty' else 'blocked' end; until := v_due;
+                status := case when v_due is null or v_cursor >= head then 'empty' else 'blocked' end; until := v_due;
                 return next;
                 continue;
             end if;

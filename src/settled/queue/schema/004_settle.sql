@@ -87,6 +87,10 @@ begin
                 select p_worker, 'release', array_agg(s.queue_id), array_agg(s.lane_id), array_agg(s.group_id),
                        array_agg(null::timestamptz)
                   from seen s where s.pending having count(*) > 0
+            ), freed as (
+                insert into activity (worker, kind, queues, lanes, groups)
+                select p_worker, 'free', array_agg(s.queue_id), array_agg(s.lane_id), array_agg(s.group_id)
+                  from seen s where s.released and not s.pending having count(*) > 0
             )
             select case when s.released then 'released' else 'held' end, null::int, s.lane_id, s.group_id, null::varbit,
                    null::text, null::int, s.pending, null::timestamptz

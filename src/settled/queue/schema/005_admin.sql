@@ -12,7 +12,8 @@ begin
         on conflict (name) do update
        set namespace = case when p_replace then excluded.namespace else coalesce(p_namespace, q.namespace) end,
            task = case when p_replace then excluded.task else coalesce(p_task, q.task) end,
-           options = case when p_replace then excluded.options else p_defaults || q.options || p_options end
+           options = case when p_replace then excluded.options else p_defaults || q.options || p_options end,
+           changed = pg_current_xact_id()
     returning id into v_id;
     insert into lane (queue_id, name) values (v_id, 'Default') on conflict (queue_id, name) do nothing;
     delete from room where queue_id = v_id;  -- without a limit nobody counted
@@ -87,6 +88,7 @@ language plpgsql as $$
 declare
     v_lanes bigint[]; v_count int; v_now timestamptz := clock_timestamp();
 begin
+    update queue set changed = pg_current_xact_id() where id = p_queue;
     v_lanes := array(select l.id from lane l where l.queue_id = p_queue and (p_partition is null or l.name = p_partition));
     if p_partition is null then
         insert into subscription (group_id, queue_id, mode, starts_at)
@@ -123,6 +125,31 @@ begin
 end
 $$;
 
+-- Note that a group begins anew on queues, for workers that remember otherwise. Queues are locked before all else, in order.
+create function reopen(p_worker text, p_queues bigint[]) returns void
+language plpgsql as $$
+begin
+    perform from queue where id = any (p_queues) order by id for no key update;
+    update queue set changed = pg_current_xact_id() where id = any (p_queues);
+    insert into activity (worker, kind, queues, lanes)
+    select p_worker, 'reset', p_queues, '{}' where cardinality(p_queues) > 0;
+end
+$$;
+
+-- Move where a group starts on lanes it has not touched yet, on one queue or all; returns the queues.
+create function move_subscription(p_worker text, p_group int, p_queue bigint, p_at timestamptz) returns bigint[]
+language plpgsql as $$
+declare
+    v_queues bigint[];
+begin
+    v_queues := array(select s.queue_id from subscription s
+                       where s.group_id = p_group and (p_queue is null or s.queue_id = p_queue));
+    perform reopen(p_worker, v_queues);
+    update subscription set mode = 'timestamp', starts_at = p_at where group_id = p_group and queue_id = any (v_queues);
+    return v_queues;
+end
+$$;
+
 -- Forget a group's cursors on one queue or all; with p_metadata also where it wanted to start.
 create function forget_group(p_worker text, p_group int, p_queue bigint, p_metadata boolean)
 returns table (partitions int, subscriptions int)
@@ -130,6 +157,11 @@ language plpgsql as $$
 declare
     v_lanes bigint[];
 begin
+    perform reopen(p_worker, array(
+        select l.queue_id from consumer c join lane l on l.id = c.lane_id
+         where c.group_id = p_group and (p_queue is null or l.queue_id = p_queue)
+        union
+        select s.queue_id from subscription s where s.group_id = p_group and (p_queue is null or s.queue_id = p_queue)));
     v_lanes := array(select l.lane_id from (
         select c.lane_id from consumer c join lane l on l.id = c.lane_id
          where c.group_id = p_group and (p_queue is null or l.queue_id = p_queue)
@@ -142,8 +174,6 @@ begin
         get diagnostics subscriptions = row_count;
     end if;
     partitions := cardinality(v_lanes);
-    insert into activity (worker, kind, queues, lanes)
-    select p_worker, 'reset', array_agg(q.id), '{}' from queue q where p_queue is null or q.id = p_queue having count(*) > 0;
     return next;
 end
 $$;

@@ -72,6 +72,8 @@ language plpgsql as $$
 declare
     d dead_letter; v_group int;
 begin
+    -- The queue first, as everywhere: a worker that believes the lane empty must read it again.
+    update queue set changed = pg_current_xact_id() where id = (select x.queue_id from dead_letter x where x.id = p_id);
     select * into d from dead_letter where id = p_id for update;
     select c.group_id into v_group from consumer c join consumer_group g on g.id = c.group_id
      where c.lane_id = d.lane_id and g.name = d.consumer_group for update of c;

@@ -46,8 +46,9 @@ end
 $$;
 
 -- settle() of acks alone where nothing is in the way, which is nearly always: one row, status `all`, with the lanes whose
--- lease is over: `released` in the order of p_lane, and `pending` for those that have more to read. Otherwise one row,
--- status `odd`, and nothing changed: settle() must look closer.
+-- lease is over: `released` in the order of p_lane, and `pending` for those that have more to read. Other workers are told of
+-- both: who saw the lease waits for its end otherwise. Otherwise one row, status `odd`, and nothing changed: settle() must
+-- look closer.
 create function settle_acks(
     p_worker text, p_lane bigint[], p_group int[], p_lease uuid[], p_bits varbit[],
     p_first bigint[], p_last bigint[], p_count int[], p_took real[]
@@ -98,6 +99,12 @@ begin
             insert into activity (worker, kind, queues, lanes, groups, until)
             select p_worker, 'release', array_agg(u.queue), array_agg(u.lane), array_agg(u.grp), array_agg(null::timestamptz)
               from unnest(v_queue, p_lane, p_group, pending) u (queue, lane, grp, pending) where u.pending;
+        end if;
+        if pending is distinct from released then
+            insert into activity (worker, kind, queues, lanes, groups)
+            select p_worker, 'free', array_agg(u.queue), array_agg(u.lane), array_agg(u.grp)
+              from unnest(v_queue, p_lane, p_group, released, pending) u (queue, lane, grp, released, pending)
+             where u.released and u.pending is false having count(*) > 0;
         end if;
     end if;
     status := 'all';

@@ -58,12 +58,13 @@ select s.lane_id, s.first_seq, s.n, s.created_at, s.body
  where s.first_seq < r.stop or s.size <= 131072
 
 -- name: ready_lanes
+select q.changed::text as changed, r.* from queue q left join lateral (
 select l.id as lane_id,
        -- A parked message that is due, or was under a lease that is over, lies behind the cursor.
        greatest(l.next_seq - greatest(coalesce(c.cursor, 0), l.first_seq),
                 case when least(c.next_due, c.lease_until) <= clock_timestamp() then 1 else 0 end)::int as count,
        extract(epoch from case when c.lease_until > clock_timestamp() then c.lease_until else c.next_due end)::float8 as until,
-       coalesce(c.lease_until > clock_timestamp(), false) as blocks
+       coalesce(c.lease_until > clock_timestamp(), false) as blocks, l.newest_at
   from lane l
   left join consumer c on c.lane_id = l.id and c.group_id = $2
   left join subscription s on s.queue_id = l.queue_id and s.group_id = $2
@@ -71,7 +72,57 @@ select l.id as lane_id,
    and case when c.lane_id is null
             then l.next_seq > l.first_seq and (s.starts_at is null or l.newest_at > s.starts_at)
             else l.next_seq > c.cursor or c.next_due is not null or c.lease is not null end
- order by l.newest_at
+) r on true where q.id = $1 order by r.newest_at
+
+-- name: appended_since
+-- Lanes with segments that became visible after a snapshot, and the snapshot of now.
+select pg_current_snapshot()::text as snapshot, array_agg(l.id) as lanes, array_agg(l.queue_id) as queues
+  from (select distinct s.lane_id from segment s
+         where s.xid >= pg_snapshot_xmin($1::text::pg_snapshot) and s.xid < pg_snapshot_xmax(pg_current_snapshot())
+           and not pg_visible_in_snapshot(s.xid, $1::text::pg_snapshot)) n
+  join lane l on l.id = n.lane_id
+
+-- name: changed_since
+-- Queues that changed, and became visible so, between two snapshots.
+select q.id, q.name, q.changed::text as changed from queue q
+ where q.changed >= pg_snapshot_xmin($1::text::pg_snapshot) and not pg_visible_in_snapshot(q.changed, $1::text::pg_snapshot)
+   and pg_visible_in_snapshot(q.changed, $2::text::pg_snapshot)
+
+-- name: unleased
+-- Of (lane, group) pairs those that no valid lease is on, by their place from 1.
+select array_agg(u.place::int) as places
+  from unnest($1::text::bigint[], $2::text::int[]) with ordinality u (lane, grp, place)
+  left join consumer c on c.lane_id = u.lane and c.group_id = u.grp
+ where c.lease_until is null or c.lease_until <= clock_timestamp()
+
+-- name: openings
+-- Of (lane, group) pairs: whether a pop now may get something, whether the lane is leased, and when to look again, as claim()
+-- would say; where it would have to look closer, `open` says that it should.
+select u.place::int, coalesce(c.lease_until > n.now, false) as leased,
+       coalesce(c.lease_until <= n.now, true) and coalesce(w.over <= n.now, true)
+           and (coalesce(x.due, false)
+                or l.next_seq > a.seq and not coalesce(x.blocked, false) and coalesce(d.over <= n.now, true)) as open,
+       extract(epoch from case when c.lease_until > n.now then c.lease_until
+                               when w.over > n.now then w.over else least(x.next, d.over) end)::float8 as until
+  from (select clock_timestamp() as now) n
+ cross join unnest($1::text::bigint[], $2::text::int[]) with ordinality u (lane, grp, place)
+  join lane l on l.id = u.lane
+  join queue q on q.id = l.queue_id
+  left join consumer c on c.lane_id = u.lane and c.group_id = u.grp
+  left join subscription s on c.lane_id is null and s.queue_id = l.queue_id and s.group_id = u.grp
+ cross join lateral (
+     select case when c.lane_id is not null then greatest(c.cursor, l.first_seq)
+                 when s.starts_at is null or l.newest_at > s.starts_at then l.first_seq else l.next_seq end as seq) a
+ cross join lateral (
+     select case when q.buffered > 0 and l.next_seq > a.seq then l.newest_at + make_interval(secs => q.buffered) end as over) w
+ cross join lateral (
+     select case when q.delayed > 0 and l.next_seq > a.seq
+                 then created_of(l.id, a.seq) + make_interval(secs => q.delayed) end as over) d
+ cross join lateral (
+     select bool_or(e.parked and e.due <= n.now) as due,
+            bool_or(not e.parked and e.seq = a.seq and e.due > n.now) as blocked,
+            min(e.due) filter (where e.due > n.now) as next
+       from exception e where c.odd and e.lane_id = u.lane and e.group_id = u.grp) x
 
 -- name: activity
 select h.horizon, a.xid::text as xid, a.ctid::text as place, a.kind, a.queues, a.lanes, a.groups, a.until
@@ -418,10 +469,6 @@ select name, enabled from switch
 
 -- name: switch_set
 insert into switch (name, enabled) values ($1, $2) on conflict (name) do update set enabled = excluded.enabled
-
--- name: subscription_move
-update subscription set mode = 'timestamp', starts_at = $3
- where group_id = $1 and ($2::bigint is null or queue_id = $2) returning queue_id
 
 -- name: migrations
 create table if not exists migration (
