@@ -164,7 +164,12 @@ class Auditor:
                     ready.stale = True
                 else:
                     self._ready.drop((ready.queue_id, ready.group_id))
-        await self._registry.refresh([row["id"] for row in rows if row["id"] in self._registry.queues_by_id])
+        changed = {row["id"] for row in rows}
+        for lane_id in list(self._ready.lane_waiters):
+            lane = self._registry.lanes_by_id.get(lane_id)
+            if lane is None or lane.queue.id in changed:
+                self._ready.wake_lane(lane_id)
+        await self._registry.refresh(changed & self._registry.queues_by_id.keys())
         self._registry.announce()
 
     async def _look(self, targets: Sequence[ReadySet]) -> None:
