@@ -26,6 +26,8 @@ _ENGINE_HELP = {
     "duplicate_messages_total": "Pushed messages whose id was there already.",
     "popped_messages_total": "Messages handed out.",
     "claims_total": "Calls to the database that lease messages.",
+    "audits_total": "Rounds in which memory was compared with the tables.",
+    "audited_openings_total": "Partitions found to have messages that memory did not know of.",
     "settled_messages_total": "Messages settled, whatever the status.",
     "settle_calls_total": "Calls to the database that settle messages.",
     "known_lanes": "Partitions this server has seen.",
