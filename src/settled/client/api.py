@@ -11,9 +11,10 @@ import msgspec
 from settled.settlement import ERROR_LIMIT, storable
 
 from .errors import ClientError, Refused, Uncertain, Unsettled
-from .messages import DeadLetters, Message, Outgoing, Popped, Pushed, Settled
+from .messages import DeadLetters, Message, Outgoing, Popped, Pushed, Receipt, Settled, receipt
 
 if TYPE_CHECKING:
+    from .messages import Delivered
     from .wire import Wire
 
 T = TypeVar("T")
@@ -55,9 +56,10 @@ class Api:
         return [Message(message, message.queue or popped.queue, payload) for message in popped.messages]
 
     async def settle(
-        self, message: Message[Any], status: str, error: str | None, delay: float | None
+        self, delivered: Delivered, status: str, error: str | None, delay: float | None
     ) -> Settled:
         """POST /api/v1/ack; the partition and the lease are always named."""
+        message = receipt(delivered)
         body = {**_ack(message, status, error, delay), "consumerGroup": message.group}
         try:
             return _settled.decode(await self.wire.call("POST", "/api/v1/ack", body))
@@ -71,7 +73,7 @@ class Api:
                 return Settled(message.transaction_id, True, "acknowledged")
             raise unsettled from None
 
-    async def _is_acknowledged(self, message: Message[Any]) -> bool:
+    async def _is_acknowledged(self, message: Message[Any] | Receipt) -> bool:
         """Whether its group is done with it; False also if that cannot be found out."""
         path = f"/api/v1/messages/{segment(message.partition_id)}/{segment(message.transaction_id)}"
         with contextlib.suppress(ClientError):
@@ -81,11 +83,12 @@ class Api:
         return False
 
     async def settle_batch(
-        self, items: list[tuple[Message[Any], str, str | None]], *, atomic: bool
+        self, delivered: list[tuple[Delivered, str, str | None]], *, atomic: bool
     ) -> list[Settled]:
         """POST /api/v1/ack/batch."""
-        if not items:
+        if not delivered:
             return []
+        items = [(receipt(message), status, error) for message, status, error in delivered]
         acks = [
             {**_ack(m, status, error, None, len(items)), "consumerGroup": m.group}
             for m, status, error in items
@@ -127,7 +130,7 @@ def shortened(error: str | None, together: int = 1) -> str | None:
 
 
 def _ack(
-    message: Message[Any], status: str, error: str | None, delay: float | None, together: int = 1
+    message: Message[Any] | Receipt, status: str, error: str | None, delay: float | None, together: int = 1
 ) -> dict[str, Any]:
     return {
         "transactionId": message.transaction_id,

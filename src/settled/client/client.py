@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from .api import Api, segment
 from .buffer import Buffers
 from .face import AsyncFace, ClientPortal, SyncFace, operation
+from .messages import receipt
 from .queue import AsyncQueue, SyncQueue
 from .resilience import Resilience
 from .transaction import AsyncTransaction, SyncTransaction
 from .wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
-    from .messages import Message, Settled
+    from .messages import Delivered, Settled
 
 T = TypeVar("T")
 
@@ -38,50 +40,53 @@ class _Client:
         self._buffers = Buffers(self._api)
 
     @operation
-    async def ack(self, message: Message[Any]) -> Settled:
+    async def ack(self, message: Delivered) -> Settled:
         """Acknowledge a message; raises Unsettled if its lease is gone.
 
-        Here and below, Uncertain is raised where an answer was lost on the way, and it cannot be found out
-        whether the call took effect.
+        Here and below, a message may be a dict with the API's names: `transactionId` and `partitionId`, and
+        `leaseId` and `consumerGroup` if they are known. Uncertain is raised where an answer was lost on the
+        way, and it cannot be found out whether the call took effect.
         """
         return await self._api.settle(message, "completed", None, None)
 
     @operation
-    async def nack(
-        self, message: Message[Any], error: str | None = None, delay: float | None = None
-    ) -> Settled:
+    async def nack(self, message: Delivered, error: str | None = None, delay: float | None = None) -> Settled:
         """Count a failed attempt: it comes again, or goes to the dead letters at the queue's limit."""
         return await self._api.settle(message, "failed", error, delay)
 
     @operation
-    async def release(self, message: Message[Any]) -> Settled:
+    async def release(self, message: Delivered) -> Settled:
         """Give a message back without counting an attempt."""
         return await self._api.settle(message, "retry", None, None)
 
     @operation
-    async def reject(self, message: Message[Any], error: str | None = None) -> Settled:
+    async def reject(self, message: Delivered, error: str | None = None) -> Settled:
         """Send a message to the dead letters now."""
         return await self._api.settle(message, "dlq", error, None)
 
     @operation
     async def ack_batch(
-        self, messages: Iterable[Message[Any] | tuple[Message[Any], str | None]], *, atomic: bool = True
+        self, messages: Iterable[Delivered | tuple[Delivered, str | None]], *, atomic: bool = True
     ) -> list[Settled]:
         """Settle many messages in one call; a `(message, error)` pair is a nack unless its error is None.
 
-        All or nothing unless `atomic` is False.
+        A dict may say its `status` and `error` itself. All or nothing unless `atomic` is False.
         """
-        items: list[tuple[Message[Any], str, str | None]] = []
+        items: list[tuple[Delivered, str, str | None]] = []
         for entry in messages:
             message, error = entry if isinstance(entry, tuple) else (entry, None)
-            items.append((message, "completed" if error is None else "failed", error))
+            status = "completed" if error is None else "failed"
+            if isinstance(entry, Mapping):
+                status, error = entry.get("status") or status, entry.get("error")
+            items.append((message, status, error))
         return await self._api.settle_batch(items, atomic=atomic)
 
     @operation
-    async def extend(self, message: Message[Any], seconds: float = 60.0) -> None:
+    async def extend(self, message: Delivered, seconds: float = 60.0) -> None:
         """Hold a message's lease for at least `seconds` more."""
-        if message.lease_id is not None:
-            await self._api.extend(message.lease_id, seconds)
+        lease_id = receipt(message).lease_id
+        if lease_id is not None:
+            await self._api.extend(lease_id, seconds)
 
     @operation
     async def groups(self) -> list[dict[str, Any]]:

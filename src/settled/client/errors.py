@@ -48,6 +48,9 @@ class Unsettled(Refused):
         super().__init__(status, error, body)
         self.message = message
 
+    def __str__(self) -> str:
+        return f"{self.message}: {self.args[0]}"
+
 
 class Uncertain(Unsettled):
     """The answer to the first attempt was lost, and a further one was refused: it may have been applied.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import uuid
+from collections.abc import Mapping
 from datetime import datetime
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -128,6 +129,43 @@ class Message(Generic[T]):
 
     def __repr__(self) -> str:
         return f"Message({self.queue!r}, {self.partition!r}, {self.transaction_id!r})"
+
+
+class Receipt(Struct, frozen=True):
+    """The fields that an ack sends, of a message that the caller kept as a dict."""
+
+    transaction_id: str
+    partition_id: str
+    lease_id: str | None = None
+    group: str | None = None
+
+
+Delivered = Message[Any] | Mapping[str, Any]
+"""A delivered message: as a pop returned it, or a dict with the API's names (`transactionId`, ...)."""
+
+
+def receipt(message: Delivered) -> Message[Any] | Receipt:
+    """The fields of a delivered message that an ack needs.
+
+    >>> receipt({"transactionId": "t-1", "partitionId": "p"})
+    Receipt(transaction_id='t-1', partition_id='p', lease_id=None, group=None)
+    >>> receipt({"transactionId": "t-1"})
+    Traceback (most recent call last):
+    ValueError: partitionId is required to ensure message uniqueness, got None
+    """
+    if isinstance(message, Message):
+        return message
+    if not isinstance(message, Mapping):
+        raise TypeError(f"a message or a dict with transactionId and partitionId is needed, got {message!r}")
+    for field, why in (("transactionId", ""), ("partitionId", " to ensure message uniqueness")):
+        if not message.get(field):
+            raise ValueError(f"{field} is required{why}, got {message.get(field)!r}")
+    return Receipt(
+        message["transactionId"],
+        message["partitionId"],
+        message.get("leaseId") or None,
+        message.get("consumerGroup"),
+    )
 
 
 class Pushed(Struct, frozen=True):

@@ -8,11 +8,11 @@ import msgspec
 
 from .api import shortened
 from .face import AsyncFace, SyncFace, operation
-from .messages import outgoing
+from .messages import outgoing, receipt
 
 if TYPE_CHECKING:
     from .api import Api
-    from .messages import Message
+    from .messages import Delivered
 
 
 class Transaction:
@@ -28,20 +28,20 @@ class Transaction:
         self._queue = ""
         self._partition = "Default"
 
-    def ack(self, *messages: Message[Any]) -> Self:
+    def ack(self, *messages: Delivered) -> Self:
         """Acknowledge these messages."""
         return self._settle(messages, "completed", None)
 
-    def nack(self, *messages: Message[Any], error: str | None = None) -> Self:
+    def nack(self, *messages: Delivered, error: str | None = None) -> Self:
         """Count a failed attempt of these messages."""
         return self._settle(messages, "failed", error)
 
-    def reject(self, *messages: Message[Any], error: str | None = None) -> Self:
+    def reject(self, *messages: Delivered, error: str | None = None) -> Self:
         """Send these messages to the dead letters."""
         return self._settle(messages, "dlq", error)
 
-    def _settle(self, messages: tuple[Message[Any], ...], status: str, error: str | None) -> Self:
-        for message in messages:
+    def _settle(self, messages: tuple[Delivered, ...], status: str, error: str | None) -> Self:
+        for message in map(receipt, messages):
             self._operations.append(
                 {
                     "type": "ack",
