@@ -7,14 +7,15 @@ import inspect
 import math
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from settled import cloudevents, codec
 from settled.clock import Clock, SystemClock
 from settled.cloudevents import CloudEvent
 from settled.handlers.layers import mark_subscribed
+from settled.message import DONE
 from settled.policy import Policy, PolicyOptions
 from settled.pump import Counts, Status
 from settled.runner import Runner
@@ -51,13 +52,24 @@ class AppStatus:
     running: bool
     subscriptions: tuple[SubscriptionStatus, ...]
     broker: BrokerStatus | None = None
+    starting: str = ""
+    """Why it does not run yet: it was not started, or is about to be, or could not be."""
 
     @property
     def healthy(self) -> bool:
-        """Whether no pump has stopped by itself and, while it runs, the broker is there."""
+        """Whether it runs, with its broker and all its pumps, or has run and was told to stop."""
+        return not self.trouble
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not healthy; empty if it is."""
+        if self.starting:
+            return self.starting
+        if self.running and self.broker is not None and not self.broker.connected:
+            return f"the broker is away: {self.broker.detail}"
         bad = (Status.LIMIT_EXCEEDED, Status.ERROR)
-        away = self.running and self.broker is not None and not self.broker.connected
-        return not away and not any(subscription.status in bad for subscription in self.subscriptions)
+        ended = (f"{s.name}: {s.status}: {s.why}" for s in self.subscriptions if s.status in bad)
+        return "; ".join(ended)
 
     @property
     def counts(self) -> Counts:
@@ -166,9 +178,10 @@ class App:
     def status(self) -> AppStatus:
         """What every subscription is doing, and how its messages were settled."""
         running = self._runner
+        broker = self.transport.broker() if isinstance(self.transport, Reports) else None
         if running is None:
             idle = tuple(_status(s, Status.CREATED, "", 0, 0, Counts()) for s in self.subscriptions)
-            return AppStatus(False, idle)
+            return AppStatus(False, idle, broker, starting="not started")
         return AppStatus(
             running.is_running,
             tuple(
@@ -177,7 +190,8 @@ class App:
                 )
                 for crew in running.crews
             ),
-            self.transport.broker() if isinstance(self.transport, Reports) else None,
+            broker,
+            running.trouble,
         )
 
     async def serve(self, stop: asyncio.Event | None = None) -> AppStatus:
@@ -207,6 +221,37 @@ class App:
             return asyncio.run(self._run())
         except (ConfigurationError, ConnectionError) as error:
             raise error.with_traceback(None) from None
+
+    def close(self) -> Awaitable[None]:
+        """Disconnect an app that publishes and does not run; in async code await it.
+
+        `with App(url) as app:` and `async with` do it too. An app that runs disconnects at its end by itself.
+        """
+        if self._runner is not None and self._runner.is_running:
+            raise RuntimeError("app: it is running; stop() it, and it closes by itself")
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            asyncio.run(self.transport.close())
+            return DONE
+        return self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self.close()
+        else:
+            raise RuntimeError("app: in async code write `async with App(...)`")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def _run(self) -> AppStatus:
         stop = asyncio.Event()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
+import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ class Portal:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._ended = False
+        self._closes_at_exit = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop's thread and wait for it."""
@@ -56,6 +59,9 @@ class Portal:
                     target=_serve, args=(self._loop,), name=self._name, daemon=True
                 )
                 self._thread.start()
+                if not self._closes_at_exit:
+                    self._closes_at_exit = True
+                    atexit.register(_close, weakref.ref(self))
             return self._loop
 
     def close(self, *, for_good: bool = False) -> None:
@@ -84,3 +90,10 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(loop.shutdown_default_executor())
     finally:
         loop.close()
+
+
+def _close(portal: weakref.ref[Portal]) -> None:
+    """What is connected in a portal is disconnected when the program ends, whoever forgot it."""
+    found = portal()
+    if found is not None:
+        found.close()

@@ -16,6 +16,7 @@ from settled.pump import Counts, Proactor, Reactor, Status
 from settled.pump.leases import Keeper
 from settled.pump.log import logger
 from settled.pump.loop import Strikes
+from settled.settlement import describe
 from settled.signals import ConfigurationError
 from settled.subscriber import Subscription
 from settled.transports.base import Attempts, Capabilities, DelayMeans, NackMeans, Prepares, Transport
@@ -57,6 +58,11 @@ class Crew:
     @property
     def name(self) -> str:
         return self.subscription.name
+
+    async def prepare(self, transport: Transport) -> None:
+        """Let the transport look at, or make, what is read."""
+        if isinstance(transport, Prepares):
+            await transport.prepare(self.subscription.source)
 
     def join(self, transport: Transport) -> None:
         """Make the pumps: the broker knows of the group before any of them receives."""
@@ -178,6 +184,8 @@ class Runner:
     def __init__(self, subscriptions: Sequence[Subscription], transport: Transport, clock: Clock) -> None:
         self.crews = [Crew(subscription, clock) for subscription in subscriptions]
         self.is_running = False
+        self.trouble = "starting"
+        """What keeps it from running; empty when it runs, or has run."""
         self._transport = transport
         self._stop: asyncio.Event | None = None
         self._hurry = asyncio.Event()
@@ -185,18 +193,30 @@ class Runner:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Check, open, pump until stopped, drain, release, close."""
+        try:
+            await self._run(stop)
+        except BaseException as error:
+            self.trouble = self.trouble and describe(error)
+            raise
+
+    async def _run(self, stop: asyncio.Event) -> None:
         check_layers(crew.subscription for crew in self.crews)
         self._stop = stop
-        if not await _unless(stop, self._transport.open()):
+        if not await _unless(stop, self._transport.open(), "cannot connect"):
+            self.trouble = ""
             return
         self.is_running = True
         try:
-            if not await _unless(stop, self._prepare()):
-                return
+            for crew in self.crews:
+                preparing = crew.prepare(self._transport)
+                if not await _unless(stop, preparing, f"cannot prepare {crew.name}"):
+                    self.trouble = ""
+                    return
             for crew in self.crews:
                 crew.join(self._transport)
             for crew in self.crews:
                 crew.start(self._loop)
+            self.trouble = ""
             ended = asyncio.create_task(_all(done for crew in self.crews for done in crew.done))
             stopped = asyncio.create_task(_when(stop))
             try:
@@ -210,11 +230,6 @@ class Runner:
                 await crew.close()
             await self._transport.close()
             self.is_running = False
-
-    async def _prepare(self) -> None:
-        if isinstance(self._transport, Prepares):
-            for crew in self.crews:
-                await self._transport.prepare(crew.subscription.source)
 
     def stop(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended
@@ -268,8 +283,11 @@ def check_layers(subscriptions: Iterable[Subscription]) -> None:
 _RELEASE_TIMEOUT = 5.0
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do a part of the start; False if it was told to stop before the broker answered."""
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None], failed: str) -> bool:
+    """Do a part of the start; False if it was told to stop before the broker answered.
+
+    ConnectionError, with what `failed` and why, for an error of the broker's client.
+    """
     working, stopped = asyncio.create_task(work), asyncio.create_task(_when(stop))
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -279,7 +297,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
     except (ConfigurationError, ConnectionError):
         raise
     except Exception as error:  # each client has its own for a server that is away
-        raise ConnectionError(f"cannot connect: {in_one_line(error)}") from error
+        raise ConnectionError(f"{failed}: {in_one_line(error)}") from error
     finally:
         stopped.cancel()
         working.cancel()

@@ -15,7 +15,7 @@ from settled.observe.logging import JsonFormatter, TextFormatter
 from settled.policy import Policy
 from settled.pump import Reactor
 from settled.subscriber import subscribe
-from settled.transports.base import Capabilities, NackMeans, Outgoing, Source
+from settled.transports.base import BrokerStatus, Capabilities, NackMeans, Outgoing, Source
 from settled.transports.memory import MemoryTransport
 from tests.conftest import Order
 
@@ -547,3 +547,95 @@ def test_a_clients_own_error_at_the_start_is_a_connection_error_without_the_pass
     app.subscriber("orders")(ignore)
     with pytest.raises(ConnectionError, match=r"^cannot connect: .* GET http://host/health: refused$"):
         app.run()
+    assert app.status().trouble.endswith("GET http://host/health: refused")
+
+
+def test_what_fails_after_the_connection_is_named_for_what_it_is() -> None:
+    """Defect P7: whatever went wrong was called `cannot connect`."""
+
+    class Strict(MemoryTransport):
+        async def prepare(self, source: Source) -> None:
+            if source.channel == "secret":
+                raise PermissionError("user ann may not read it")
+
+    app = App(transport=Strict())
+    app.subscriber("orders")(ignore)
+    app.subscriber("secret")(ignore)
+    why = "PermissionError: user ann may not read it"
+    with pytest.raises(ConnectionError, match=f"^cannot prepare secret:ignore: {why}$"):
+        app.run()
+    assert not app.status().healthy
+
+
+def test_an_app_is_healthy_only_when_it_has_been_seen_to_run() -> None:
+    """Defect P11."""
+    opening, opened = asyncio.Event(), asyncio.Event()
+
+    class Slow(MemoryTransport):
+        def broker(self) -> BrokerStatus:
+            return BrokerStatus(connected=opened.is_set(), detail="not connected to there")
+
+        async def open(self) -> None:
+            opening.set()
+            await opened.wait()
+
+    app = App(transport=Slow())
+    app.subscriber("orders")(ignore)
+    status = app.status()
+    assert (status.healthy, status.trouble) == (False, "not started")
+    assert status.broker == BrokerStatus(connected=False, detail="not connected to there")
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        serving = asyncio.create_task(app.serve(stop))
+        await opening.wait()
+        assert (app.status().healthy, app.status().trouble) == (False, "starting")
+        opened.set()
+        async with asyncio.timeout(20):
+            while not app.status().healthy:
+                await asyncio.sleep(0.005)
+        opened.clear()
+        assert app.status().trouble == "the broker is away: not connected to there"
+        opened.set()
+        stop.set()
+        assert (await serving).healthy
+
+    asyncio.run(main())
+
+
+def test_an_app_that_publishes_is_closed_by_hand_or_by_its_block() -> None:
+    """Defect P12."""
+    closed: list[str] = []
+
+    class Counts(MemoryTransport):
+        async def close(self) -> None:
+            closed.append("closed")
+
+    with App(transport=Counts()) as app:
+        app.publish("orders", Order(1))
+    assert len(closed) == 1
+    app.close()
+    assert len(closed) == 2
+
+    async def main() -> None:
+        async with App(transport=Counts()) as app:
+            await app.publish("orders", Order(1))
+        assert len(closed) == 3
+        await app.close()
+        assert len(closed) == 4
+        with pytest.raises(RuntimeError, match="async with"), app:
+            pass
+
+    asyncio.run(main())
+
+    app = App(transport=Counts())
+
+    @app.subscriber("orders")
+    async def handle(order: Order) -> None:
+        with pytest.raises(RuntimeError, match="it is running"):
+            app.close()
+        app.stop()
+
+    app.publish("orders", Order(1))
+    assert app.run().counts.acked == 1
+    assert len(closed) == 5

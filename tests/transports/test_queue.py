@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import tempfile
 import time
@@ -107,6 +108,29 @@ def broker(transport: QueueTransport, postgres: EmbeddedPostgres) -> Iterator[Qu
     found = QueueBroker(transport, postgres)
     yield found
     found.close()
+
+
+PUBLISHES = """
+import asyncio, sys
+from settled import App
+
+async def main():
+    print((await App(sys.argv[1]).publish("letters", 1)).id)
+
+if sys.argv[2] == "async":
+    asyncio.run(main())
+else:
+    print(App(sys.argv[1]).publish("letters", 1).result().id)
+"""
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_script_that_publishes_ends_without_a_word_of_its_client(url: str, kind: str) -> None:
+    """Defect P12: it ended with `Unclosed client session`."""
+    command = [sys.executable, "-c", PUBLISHES, url, kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stdout.split()) == 1
+    assert done.stderr == ""
 
 
 class TestQueue(Extends, Ordered, Restarts, Conformance):

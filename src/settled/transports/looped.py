@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
 from settled.portal import Portal
@@ -18,6 +19,8 @@ from settled.transports.base import (
     Source,
 )
 from settled.transports.faces import BlockingChannel
+
+_CLOSE_WITHIN = 2.0
 
 
 class Closes(Protocol):
@@ -39,6 +42,7 @@ class LoopTransport(ABC, Generic[C]):
 
     def __init__(self) -> None:
         self._connections: dict[asyncio.AbstractEventLoop, asyncio.Task[C]] = {}
+        self._ends: dict[asyncio.AbstractEventLoop, AsyncGenerator[None, None]] = {}
         self._serving: asyncio.AbstractEventLoop | None = None
         self._portal = Portal("settled-publish")
 
@@ -60,7 +64,20 @@ class LoopTransport(ABC, Generic[C]):
         connecting = self._connections.get(loop)
         if connecting is None or (connecting.done() and connecting.exception() is not None):
             connecting = self._connections[loop] = asyncio.create_task(self.connect())
+            if self._ends.get(loop) is None:
+                self._ends[loop] = self._until_the_loop_ends()
+                await anext(self._ends[loop])
         return await asyncio.shield(connecting)
+
+    async def _until_the_loop_ends(self) -> AsyncGenerator[None, None]:
+        """Disconnects when the loop ends, as `asyncio.run` closes the generators that are still open then."""
+        try:
+            yield
+        finally:
+            self._ends.pop(asyncio.get_running_loop(), None)
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_CLOSE_WITHIN):
+                    await self._disconnect()
 
     async def open(self) -> None:
         self._serving = asyncio.get_running_loop()
@@ -72,14 +89,19 @@ class LoopTransport(ABC, Generic[C]):
         await asyncio.to_thread(self._close_portal)
 
     def _close_portal(self) -> None:
-        self._portal.run(self._disconnect())
-        self._portal.close()
+        if self._portal.is_open:
+            self._portal.run(self._disconnect())
+            self._portal.close()
 
     async def _disconnect(self) -> None:
-        connecting = self._connections.pop(asyncio.get_running_loop(), None)
+        loop = asyncio.get_running_loop()
+        connecting = self._connections.pop(loop, None)
+        ending = self._ends.pop(loop, None)
         if connecting is not None:
             connection = await connecting
             await connection.close()
+        if ending is not None:
+            await ending.aclose()
 
     def channel(self, source: Source) -> Channel:
         return BlockingChannel(self.async_channel(source), asyncio.get_running_loop())
