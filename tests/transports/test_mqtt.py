@@ -148,21 +148,38 @@ def run_until(app: App, done: Callable[[], bool], *before: Coroutine[Any, Any, A
     asyncio.run(main())
 
 
-def test_ac_16_a_nack_on_mqtt_withholds_the_ack_and_the_session_sends_the_message_again(
-    broker: MqttBroker, caplog: pytest.LogCaptureFixture
+def test_ac_16_a_nack_on_mqtt_withholds_the_ack_and_hands_the_message_out_again_without_a_reconnect(
+    broker: MqttBroker, log: pytest.LogCaptureFixture
 ) -> None:
-    """AC-16 has it do nothing: then the message would only come again when this process does."""
+    """Defect P5. AC-16 has it do nothing: then the message would only come again when this process does."""
     broker.publish(Outgoing(subject=broker.queue, data=b"1", id="m-1"))
     channel = broker.channel()
     (first,) = gather(channel, 1)
     channel.nack(first)
     (again,) = gather(channel, 1)
     assert (again.data, again.id, again.attempt) == (b"1", "m-1", 1)
-    assert again.connection == first.connection + 1  # type: ignore[attr-defined]
+    assert again.connection == first.connection  # type: ignore[attr-defined]
     with pytest.raises(LeaseLost, match="is not this consumer's any more"):
         channel.ack(first)
-    channel.ack(again)
-    assert "lost" not in caplog.text  # the connection is ours to close
+    channel.nack(again)
+    channel.close()
+    # It was never acknowledged, so the session sends it again.
+    other = broker.channel()
+    (later,) = gather(other, 1)
+    assert later.data == b"1"
+    other.ack(later)
+    assert "lost" not in log.text  # the connection is ours to close
+
+
+def test_messages_given_back_in_any_order_come_again_in_the_order_they_came(broker: MqttBroker) -> None:
+    """Defect P5."""
+    for number in range(6):
+        broker.publish(Outgoing(subject=broker.queue, data=b"%d" % number))
+    channel = broker.channel()
+    taken = gather(channel, 4)
+    for one in (taken[2], taken[0], taken[3], taken[1]):
+        channel.nack(one)
+    assert [one.data for one in gather(channel, 6)] == [b"0", b"1", b"2", b"3", b"4", b"5"]
 
 
 def test_what_is_in_hand_when_another_message_is_given_back_is_not_handled_twice(broker: MqttBroker) -> None:
@@ -351,12 +368,19 @@ def test_a_wildcard_reads_many_topics_and_says_which(broker: MqttBroker) -> None
     letters.ack(letter)
 
 
-def test_a_session_that_the_broker_has_lost_is_noticed(server: Mosquitto) -> None:
+def test_a_session_that_the_broker_has_lost_is_told_with_what_it_means_and_counted(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    """Defect P5."""
+    log.set_level("INFO", "settled")
     with mosquitto() as forgetful:
         broker = MqttBroker(forgetful)
         broker.publish(Outgoing(subject=broker.queue, data=b"1"))
         channel = broker.channel()
         (delivery,) = gather(channel, 1)
+        began = f"the broker had no session of client {delivery.client_id} and begins one"  # type: ignore[attr-defined]
+        assert began in log.text
+        assert broker.transport.broker().sessions_lost == 0
         forgetful.stop(kill=True)
         (forgetful.directory / "mosquitto.db").unlink(missing_ok=True)
         forgetful.start()
@@ -367,6 +391,11 @@ def test_a_session_that_the_broker_has_lost_is_noticed(server: Mosquitto) -> Non
                     channel.ack(delivery)
                 except OSError:
                     time.sleep(0.05)
+        warned = [record for record in log.records if "has lost the session" in record.getMessage()]
+        assert [record.levelname for record in warned] == ["WARNING"]
+        assert "the right to settle the 1 messages in hand" in warned[0].getMessage()
+        assert broker.transport.broker().sessions_lost == 1
+        assert "sessions lost: 1" in broker.transport.broker().detail
         assert not channel.receive(1, 0.2)
         broker.publish(Outgoing(subject=broker.queue, data=b"2"))
         (after,) = gather(channel, 1)

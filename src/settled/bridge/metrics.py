@@ -32,6 +32,11 @@ class BridgeCollector(Collector):
         for field in fields(self._bridge.totals):
             count = getattr(self._bridge.totals, field.name)
             yield CounterMetricFamily(f"settled_bridge_{field.name}", _TEXTS[field.name], value=count)
+        yield CounterMetricFamily(
+            "settled_bridge_source_sessions_lost",
+            "How often the source had forgotten a session, and the messages it kept in it.",
+            value=self._bridge.source_status.sessions_lost,
+        )
         gauges = {
             "in_flight": ("Messages on their way.", self._bridge.in_flight),
             "source_up": ("Whether the source is there.", self._bridge.source_status.connected),

@@ -111,6 +111,8 @@ class BrokerStatus:
 
     connected: bool
     detail: str = ""
+    sessions_lost: int = 0
+    """How often the broker had forgotten what it kept for us, and with it messages; MQTT only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,6 @@ from settled.transports.mqtt.wire import MESSAGE_ID, Login, Wire
 
 logger = logging.getLogger("settled")
 
-# How long a release waits for more of them, so that one reconnect serves all.
-_TOGETHER_WITHIN = 0.02
 _PLACES = 16
 
 
@@ -54,9 +52,9 @@ class MqttDelivery(Delivery):
     would keep the garbage collector busy.
     """
 
-    __slots__ = ("client_id", "connection", "mid", "named")
+    __slots__ = ("client_id", "connection", "mid", "named", "number")
 
-    def __init__(self, message: MQTTMessage, attempt: int, client_id: str, connection: int) -> None:
+    def __init__(self, message: MQTTMessage, number: int, client_id: str, connection: int) -> None:
         headers = dict(_user_properties(message))
         identity = headers.pop(MESSAGE_ID, None)
         content_type = getattr(message.properties, "ContentType", None)
@@ -67,9 +65,10 @@ class MqttDelivery(Delivery):
             subject=message.topic,
             data=bytes(message.payload),
             headers=headers,
-            attempt=attempt,
         )
         self.mid = message.mid
+        # Its place in the order in which messages came.
+        self.number = number
         # Whether its publisher gave it an id, by which it is known when it comes again.
         self.named = bool(identity)
         self.client_id = client_id
@@ -110,13 +109,14 @@ class Session:
         self._opening = asyncio.Lock()
         self._inbox: deque[MqttDelivery] = deque()
         self._held: dict[int, MqttDelivery] = {}
-        self._failures: dict[int, int] = {}
         self._owed: dict[int, str] = {}
         self._connections = 0
+        self._known = False
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._released = False
-        self._rewinding: asyncio.Task[None] | None = None
         self._once = 0
+        self._came = 0
+        self.lost = 0
+        """How often the broker had forgotten the session while this process lives."""
         self.bell = asyncio.Event()
 
     @property
@@ -124,11 +124,9 @@ class Session:
         return self._wire is not None and self._wire.is_open
 
     async def wire(self) -> Wire:
-        """The connection, opened again if it was lost, and with a rewind that is due behind it."""
+        """The connection, opened again if it was lost."""
         async with self._opening:
             wire = self._wire
-            if wire is not None and wire.is_open and self._released:
-                await wire.close()
             if wire is None or not wire.is_open:
                 if wire is not None and wire.why and wire.why != "closed":
                     logger.warning(
@@ -144,21 +142,39 @@ class Session:
             return wire
 
     async def _open(self) -> Wire:
-        # Whatever was released until now comes again with this connection.
-        self._released = False
         self._connections += 1
         self._wire = wire = Wire(self._login, self.client_id, self._arrived, self._lost)
         places = self._receive_maximum or max(_PLACES, self.room * max(1, self.members))
         present = await wire.open(clean=False, expiry=self._expiry, receive_maximum=min(places, 65535))
         if not present:
+            self._tell_of_new()
             self._forget()
+        self._known = True
         await wire.subscribe(self._topic)
         return wire
 
+    def _tell_of_new(self) -> None:
+        if not self._known:
+            logger.info(
+                "mqtt: %s: the broker had no session of client %s and begins one: nothing published before "
+                "is in it; after a restart this means that it was lost",
+                self._topic,
+                self.client_id,
+            )
+            return
+        self.lost += 1
+        logger.warning(
+            "mqtt: %s: the broker has lost the session of client %s (%d times so far): what it kept is gone, "
+            "and so is the right to settle the %d messages in hand; check the broker's persistence, and "
+            "whether session_expiry, %d s, is long enough",
+            self._topic,
+            self.client_id,
+            self.lost,
+            len(self._held),
+            self._expiry,
+        )
+
     async def close(self) -> None:
-        if self._rewinding is not None:
-            self._rewinding.cancel()
-            self._rewinding = None
         async with self._opening:
             wire, self._wire = self._wire, None
             if wire is not None:
@@ -191,41 +207,24 @@ class Session:
             else:
                 self._owed[mine.mid] = mine.id
         del self._held[mine.mid]
-        self._failures.pop(mine.mid, None)
 
     def release(self, delivery: Delivery) -> None:
-        """Do not acknowledge it, nor what came behind it, and have the session send all of that again."""
-        mine = self.mine(delivery)
-        kept: deque[MqttDelivery] = deque()
-        for one in (mine, *self._inbox):
-            del self._held[one.mid]
-            if one.mid > 0:
-                self._failures[one.mid] = one.attempt - 1
-                continue
-            # Nobody but us has it.
-            kept.append(one.again(one.attempt))
-            self._held[one.mid] = kept[-1]
-        self._inbox = kept
-        self._released = True
-        self.bell.set()
-        if self._rewinding is None or self._rewinding.done():
-            self._rewinding = asyncio.create_task(self._rewind())
+        """Hand it out again, before all that came after it.
 
-    async def _rewind(self) -> None:
-        await asyncio.sleep(_TOGETHER_WITHIN)
-        if self._released:
-            try:
-                await self.wire()
-            except Exception as error:
-                # The next receive tries again.
-                logger.warning("mqtt: %s as %s: %s", self._topic, self.client_id, error)
+        Its packet stays unacknowledged, so nobody else can have it and the broker sends it again if this
+        process dies. The connection need not be made anew for that.
+        """
+        mine = self.mine(delivery)
+        again = self._held[mine.mid] = mine.again(mine.attempt)
+        behind = next((n for n, one in enumerate(self._inbox) if one.number > mine.number), len(self._inbox))
+        self._inbox.insert(behind, again)
+        self.bell.set()
 
     def park(self, delivery: Delivery, delay: float) -> None:
         """Keep it here, unacknowledged, until it is due."""
         mine = self.mine(delivery)
         again = mine.again(mine.attempt + 1)
         self._held[mine.mid] = again
-        self._failures[mine.mid] = mine.attempt
         self._timers[mine.mid] = asyncio.get_running_loop().call_later(max(0.0, delay), self._due, again)
 
     def retry(self, delivery: MqttDelivery, delay: float) -> None:
@@ -256,8 +255,8 @@ class Session:
             asyncio.get_running_loop().call_soon(self._pay, message.mid)
             return
         # That it is a duplicate tells nothing of how often it came: brokers also mark what they only queued.
-        before = self._failures.pop(message.mid, 0) if message.dup else 0
-        delivery = MqttDelivery(message, before + 1, self.client_id, self._connections)
+        self._came += 1
+        delivery = MqttDelivery(message, self._came, self.client_id, self._connections)
         self._held[message.mid] = delivery
         self._inbox.append(delivery)
         self.bell.set()
@@ -279,9 +278,7 @@ class Session:
         self._timers.clear()
         self._inbox.clear()
         self._held.clear()
-        self._failures.clear()
         self._owed.clear()
-        self._released = False
 
 
 def _user_properties(message: MQTTMessage) -> Sequence[tuple[str, str]]:

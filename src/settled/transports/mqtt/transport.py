@@ -95,9 +95,9 @@ CAPABILITIES = Capabilities(
 class MqttTransport(LoopTransport[Hub]):
     """Topics on an MQTT 5 broker, read with QoS 1 in a session that outlives the process.
 
-    Seed 004 has `nack` do nothing here. It does: the acknowledgement is withheld, and the connection is
-    dropped and made again, so that the session sends the message, and all behind it, once more. Only this
-    consumer can have it: no broker gives what is in one session to another. Nobody counts deliveries but this
+    Seed 004 has `nack` do nothing here. It does: the acknowledgement is withheld, and the message is handed
+    out again before all that came after it. Only this consumer can have it: no broker gives what is in one
+    session to another. Nobody counts deliveries but this
     process, so attempts begin anew when it does. Options in the URL: `client_id` (needed to subscribe),
     `session_expiry`, `backoff`, `keepalive`, `unheard=true` (publishing where nobody subscribes is no
     error), and for TLS `ca_certs`, `certfile`, `keyfile`, `insecure`.
@@ -146,7 +146,13 @@ class MqttTransport(LoopTransport[Hub]):
 
     def broker(self) -> BrokerStatus:
         where = f"MQTT broker at {self._login.host}:{self._login.port}"
-        return BrokerStatus(connected=self._hub is not None and self._hub.is_open, detail=where)
+        hub = self._hub
+        lost = 0 if hub is None else sum(session.lost for session in hub.sessions.values())
+        return BrokerStatus(
+            connected=hub is not None and hub.is_open,
+            detail=f"{where}; sessions lost: {lost}" if lost else where,
+            sessions_lost=lost,
+        )
 
     async def push(self, message: Outgoing) -> Published:
         if message.lane is not None:
