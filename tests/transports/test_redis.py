@@ -257,6 +257,39 @@ def test_acks_of_a_batch_are_sent_together_or_after_a_moment(
         other.ack(delivery)
 
 
+@pytest.mark.parametrize("by_url", [False, True])
+def test_with_confirm_an_ack_that_returned_is_redis_own_also_with_a_buffer(
+    valkey: Server, by_url: bool
+) -> None:
+    """Defect P9."""
+    queue = f"orders-{uuid.uuid4().hex[:8]}"
+    app = App(f"{valkey.url}?confirm=true" if by_url else valkey.url)
+    client = redis.Redis(port=valkey.port)
+    pending: list[int] = []
+    source = RedisStream(create=True) if by_url else RedisStream(create=True, confirm=True)
+
+    @app.subscriber(queue, buffer=10, source=source)
+    async def handle(message: Message[int]) -> None:
+        await message.ack()
+        info: Any = client.xpending(queue, "settled")
+        pending.append(info["pending"])
+
+    async def main() -> None:
+        for number in range(10):
+            await app.publish(queue, number)
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.serve(stop))
+        async with asyncio.timeout(30):
+            while len(pending) < 10 and not running.done():
+                await asyncio.sleep(0.02)
+        stop.set()
+        await running
+
+    asyncio.run(main())
+    assert pending == [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
+    client.close()
+
+
 def test_the_list_of_a_consumer_without_a_sign_of_life_is_given_back(queue_list: RedisBroker) -> None:
     put(queue_list, b"1", b"2")
 
@@ -451,7 +484,7 @@ def test_what_is_missing_or_impossible_is_said_at_start_up(stream: RedisBroker) 
     [
         (
             "leese=3",
-            "no option leese; there are lease, backoff, create, delete, lists, maxlen, and redis-py's",
+            "no option leese; there are lease, backoff, create, delete, lists, maxlen, confirm, and redis-py's",
         ),
         ("lease=0", "lease must be a number from 0.1, got '0'"),
         ("maxlen=many", "maxlen must be a number from 0, got 'many'"),

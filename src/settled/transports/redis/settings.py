@@ -35,6 +35,8 @@ class RedisStream:
     """Where a group that is created begins: "0" with the oldest message, "$" with the next one."""
     delete: bool | None = None
     """Delete a message when it is settled; right if this group is the only reader of the stream."""
+    confirm: bool | None = None
+    """Send each ack before its call returns, at the price of a round trip each, also with a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class Options:
     """Channels are lists, unless a subscription says otherwise."""
     maxlen: int = 0
     """Publishing trims a stream to about so many entries, settled or not; 0 never trims."""
+    confirm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Reading:
     create: bool = False
     start: str = "0"
     delete: bool = False
+    confirm: bool = True
 
 
 T = TypeVar("T")
@@ -96,7 +100,8 @@ def reading(source: Source, options: Options) -> Reading:
         )
     if isinstance(given, RedisStream):
         create, delete = _or(given.create, options.create), _or(given.delete, options.delete)
-        return Reading(False, lease, backoff, create, given.start, delete)
+        confirm = _or(given.confirm, options.confirm)
+        return Reading(False, lease, backoff, create, given.start, delete, confirm)
     if source.group is not None:
         raise ConfigurationError(
             f"subscriber {source.channel!r}: a list has no groups, got group={source.group!r}; read a stream"
@@ -108,7 +113,7 @@ def parse(url: str) -> tuple[Options, dict[str, Any]]:
     """Our own options of a URL, and what redis-py makes of the rest.
 
     >>> parse("redis://localhost:6379/2?lease=60&lists=true")[0]
-    Options(lease=60.0, backoff=None, create=False, delete=False, lists=True, maxlen=0)
+    Options(lease=60.0, backoff=None, create=False, delete=False, lists=True, maxlen=0, confirm=False)
     """
     parts = split(url)
     port_of(parts)
@@ -126,6 +131,8 @@ def parse(url: str) -> tuple[Options, dict[str, Any]]:
                 options = replace(options, create=_flag(name, text))
             case "delete":
                 options = replace(options, delete=_flag(name, text))
+            case "confirm":
+                options = replace(options, confirm=_flag(name, text))
             case "lists":
                 options = replace(options, lists=_flag(name, text))
             case "maxlen":

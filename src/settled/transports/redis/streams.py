@@ -107,7 +107,8 @@ class StreamChannel:
     others do nothing, because a list's pop cannot be undone, a stream keeps the message until it is settled.
     What a dead consumer had is claimed when its lease is over. Settling checks that the message is still
     this consumer's, and a dead letter is written in the same step. With a buffer of one, every settlement is
-    done when its call returns; with a larger one, acknowledgements wait for the last of the batch, or 50 ms.
+    done when its call returns; with a larger one, acknowledgements wait for the last of the batch, or 50 ms,
+    unless `confirm` is set.
     """
 
     capabilities = Capabilities(reject=RejectMeans.TOGETHER, wakes=True)
@@ -182,7 +183,7 @@ class StreamChannel:
     async def ack(self, delivery: Delivery) -> None:
         mine = _mine(delivery)
         self._open -= 1
-        if self._open > 0:
+        if self._open > 0 and not self._settings.confirm:
             self._acked.append(mine)
             if self._flushing is None or self._flushing.done():
                 self._flushing = asyncio.create_task(self._flush_later(), name="redis-ack")
