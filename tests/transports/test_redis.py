@@ -484,7 +484,7 @@ def test_what_is_missing_or_impossible_is_said_at_start_up(stream: RedisBroker) 
     [
         (
             "leese=3",
-            "no option leese; there are lease, backoff, create, delete, lists, maxlen, confirm, and redis-py's",
+            "no option leese; there are lease, backoff, create, delete, lists, maxlen, confirm, and redis",
         ),
         ("lease=0", "lease must be a number from 0.1, got '0'"),
         ("maxlen=many", "maxlen must be a number from 0, got 'many'"),

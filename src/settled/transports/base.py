@@ -316,6 +316,27 @@ class Remembers(Protocol):
         """The settings of a subscription that goes on where it was, under this name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """What readers of a source have in hand; all of it, if they are gone, comes again within a lease."""
+
+    count: int
+    lease: float
+    is_read: bool = False
+    """Somebody has asked for more a moment ago."""
+
+
+@runtime_checkable
+class Recovers(Protocol):
+    """A transport whose broker hands out newer messages while it waits for those that a dead reader had."""
+
+    async def abandoned(self, source: Source) -> Abandoned:
+        """What there is of them now."""
+
+    def position(self, delivery: Delivery) -> Any:
+        """Sorts deliveries of a source as they were published."""
+
+
 @runtime_checkable
 class TellsLanes(Protocol):
     """A transport whose messages say in a header which lane they were published with: what is read is a part

@@ -15,10 +15,12 @@ import nats.errors
 import nats.js.errors
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy, StreamConfig
 
+from settled.message import Delivery
 from settled.observe import tracing
 from settled.portal import Portal
 from settled.signals import ConfigurationError
 from settled.transports.base import (
+    Abandoned,
     BrokerStatus,
     Channel,
     Outgoing,
@@ -31,7 +33,7 @@ from settled.transports.nats.advisories import Coroner
 from settled.transports.nats.blocking import NatsBlockingChannel
 from settled.transports.nats.channel import NatsChannel, capabilities
 from settled.transports.nats.connection import Connection, Login, Refused, asks_to_create, logger, parse
-from settled.transports.nats.delivery import MSG_ID
+from settled.transports.nats.delivery import MSG_ID, NatsDelivery
 from settled.transports.nats.feeds import Feed, PullFeed, PushFeed
 from settled.transports.nats.letters import DeadLetters, Letter, Office
 from settled.transports.nats.sources import (
@@ -103,6 +105,17 @@ class NatsTransport:
 
     def lasting(self, name: str) -> Lasting:
         return Lasting(name)
+
+    async def abandoned(self, source: Source) -> Abandoned:
+        consumer = await self.consumer(source)
+        info = await self.connection.ask(
+            lambda jetstream: jetstream.consumer_info(consumer.stream, consumer.name)
+        )
+        lease = max(consumer.backoff, default=consumer.ack_wait)
+        return Abandoned(info.num_ack_pending or 0, lease, is_read=bool(info.num_waiting))
+
+    def position(self, delivery: Delivery) -> int:
+        return delivery.sequence if isinstance(delivery, NatsDelivery) else 0
 
     async def prepare(self, source: Source) -> None:
         """Find the consumer, or make it, and say what the server would ignore in silence."""

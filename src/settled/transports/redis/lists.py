@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from settled.message import Delivery
 from settled.settlement import Reject
 from settled.transports.base import (
+    Abandoned,
     Attempts,
     Capabilities,
     LeaseLost,
@@ -161,6 +162,15 @@ class ListChannel:
         missed = Counter(found) - Counter(delivery.element for delivery in self._out)
         for raw in missed.elements():
             await self._write(raw, "nack", raw)
+
+    async def abandoned(self) -> Abandoned:
+        """What consumers have in hand, after giving back what those had that are gone."""
+        await self._recover("")
+        redis = (await self._transport.connection()).redis
+        names: Any = await redis.smembers(f"{self._queue}:consumers")
+        lists = [f"{self._queue}:processing:{name.decode()}" for name in names]
+        held = [int(await redis.llen(name)) for name in lists if name != self._own]
+        return Abandoned(sum(held), self._settings.lease)
 
     async def _look(self) -> None:
         """Now and then, give back what was out for too long, here and with consumers that are gone."""

@@ -20,6 +20,7 @@ from settled.message import Delivery, Metadata
 from settled.settlement import Reject
 from settled.signals import ConfigurationError
 from settled.transports.base import (
+    Abandoned,
     Capabilities,
     LeaseLost,
     Outgoing,
@@ -52,6 +53,12 @@ class StreamDelivery(Delivery):
         super().__init__(id=id_, subject=source.channel, data=data, headers=headers, attempt=attempt)
         self.entry = entry
         self.facts = source.group or DEFAULT_GROUP
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """In the stream."""
+        milliseconds, _, number = self.entry.partition(b"-")
+        return int(milliseconds), int(number)
 
     def metadata(self) -> Metadata:
         milliseconds = int(self.entry.partition(b"-")[0])
@@ -168,7 +175,7 @@ class StreamChannel:
         arguments = [self._group, self._name, _NOBODY, limit, self._lease, int(look)]
         due, claimed, trimmed = await self._run("stream_take", self._keys("due", "scheduled"), arguments)
         self._joined = True
-        if look:
+        if look and len(claimed) < limit:
             self._look_at = now + min(1.0, self._settings.lease / 4)
         for entry in trimmed:
             logger.error(
@@ -278,6 +285,16 @@ def _mine(delivery: Delivery) -> StreamDelivery:
     if not isinstance(delivery, StreamDelivery):
         raise TypeError(f"message {delivery.id!r} was not received from this transport")
     return delivery
+
+
+async def abandoned(transport: RedisTransport, source: Source, settings: Reading) -> Abandoned:
+    """What consumers of the group have in hand, and whether one of them is there."""
+    redis = (await transport.connection()).redis
+    group = source.group or DEFAULT_GROUP
+    consumers = [one for one in await redis.xinfo_consumers(source.channel, group) if one["pending"]]
+    held = [one for one in consumers if one["name"] != _NOBODY.encode()]
+    is_read = any(one["idle"] < 5_000 * SLICE for one in held)
+    return Abandoned(sum(one["pending"] for one in held), settings.lease, is_read)
 
 
 async def prepare(transport: RedisTransport, source: Source, settings: Reading) -> None:

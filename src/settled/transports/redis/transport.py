@@ -16,12 +16,20 @@ from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as TimedOut
 
+from settled.message import Delivery
 from settled.signals import ConfigurationError
-from settled.transports.base import AsyncChannel, BrokerStatus, Outgoing, Published, Source
+from settled.transports.base import Abandoned, AsyncChannel, BrokerStatus, Outgoing, Published, Source
 from settled.transports.looped import LoopTransport
 from settled.transports.redis.lists import ListChannel, element
 from settled.transports.redis.settings import Options, parse, reading
-from settled.transports.redis.streams import StreamChannel, prepare, scheduled, written
+from settled.transports.redis.streams import (
+    StreamChannel,
+    StreamDelivery,
+    abandoned,
+    prepare,
+    scheduled,
+    written,
+)
 
 # Each has a connection of its own while it waits for the answer.
 _PUBLISH_AT_ONCE = 32
@@ -135,6 +143,16 @@ class RedisTransport(LoopTransport[Pool]):
                 )
         else:
             await prepare(self, source, settings)
+
+    async def abandoned(self, source: Source) -> Abandoned:
+        settings = reading(source, self.options)
+        if settings.is_list:
+            return await ListChannel(self, source, settings).abandoned()
+        return await abandoned(self, source, settings)
+
+    def position(self, delivery: Delivery) -> tuple[int, int]:
+        # A list is given back to its head, in the old order.
+        return delivery.position if isinstance(delivery, StreamDelivery) else (0, 0)
 
     def async_channel(self, source: Source) -> AsyncChannel:
         settings = reading(source, self.options)
