@@ -2,15 +2,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 
-.PHONY: run test check lint types imports bench clean
+.PHONY: run test install-test check lint types imports bench clean
 
 run: .venv/run-installed
 	@$(BIN)/python -m settled.spark.jobs.demo
 
 test: .venv/dev-installed
 	@# Most tests wait for a broker, so six files run at a time; Spark needs the cores, and has two.
-	$(BIN)/python -m pytest -n 6 --dist loadfile --ignore tests/spark
+	$(BIN)/python -m pytest -n 6 --dist loadfile --ignore tests/spark --ignore tests/install
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/spark
+
+install-test: .venv/dev-installed
+	@# Each install line of the docs in a fresh environment; `make install-test ONLY='-m essential'` for a few.
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/install $(ONLY)
 
 check: lint types imports
 

@@ -216,6 +216,7 @@ class Runner:
                 crew.join(self._transport)
             for crew in self.crews:
                 crew.start(self._loop)
+                logger.info("%s: started", crew.name)
             self.trouble = ""
             ended = asyncio.create_task(_all(done for crew in self.crews for done in crew.done))
             stopped = asyncio.create_task(_when(stop))

@@ -25,16 +25,15 @@ def test_the_examples_of_the_guide_run(
     blocks = re.findall(r"```py\n(.*?)```", GUIDE.read_text(), re.S)
     assert len(blocks) == 3
     monkeypatch.setattr(settled.spark, "session", lambda: spark, raising=False)
-    names: dict[str, Any] = {
-        "__name__": "guide",
-        "URL": shop.dsn,
-        "CHECKPOINT": str(tmp_path / "checkpoint"),
-        "TABLE": str(tmp_path / "table"),
-    }
+    monkeypatch.setenv("SETTLED_URL", shop.dsn)
+    names: dict[str, Any] = {"__name__": "guide"}
     for block in blocks:
         exec(
             compile(
-                block.replace('"orders"', repr(queue)).replace('"invoices"', repr(queue + "-out")),
+                block.replace('"orders"', repr(queue))
+                .replace('"invoices"', repr(queue + "-out"))
+                .replace('"checkpoints/', f'"{tmp_path}/checkpoints/')
+                .replace('"tables/', f'"{tmp_path}/tables/'),
                 str(GUIDE),
                 "exec",
             ),
@@ -45,5 +44,5 @@ def test_the_examples_of_the_guide_run(
     assert shop.totals(queue, "audit")["dead"] == 1
     shop.push(queue, [{"id": 9, "amount": 1}], lanes=1)
     names["query"].trigger(availableNow=True).start().awaitTermination(60)
-    table = deltalake.DeltaTable(str(tmp_path / "table")).to_pyarrow_table()
+    table = deltalake.DeltaTable(str(tmp_path / "tables" / "invoices")).to_pyarrow_table()
     assert [msgspec.json.decode(row)["order"] for row in table["result"].to_pylist()] == [9]

@@ -240,11 +240,11 @@ def check_the_guide(
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
     assert len(blocks) == 2
     monkeypatch.setattr(settled.spark, "session", lambda: spark, raising=False)
-    names: dict[str, Any] = {
-        "__name__": "guide", "CHECKPOINT": str(tmp_path / "checkpoint"), "TABLE": str(tmp_path),
-    }  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "guide"}
     for block in blocks:
-        exec(compile(block.replace("nats://127.0.0.1:4222", stall.url), str(GUIDE), "exec"), names)
+        here = block.replace('"checkpoints/', f'"{tmp_path}/checkpoints/')
+        exec(compile(here.replace("nats://127.0.0.1:4222", stall.url), str(GUIDE), "exec"), names)
     assert [msgspec.json.decode(m.data)["order"] for m in stall.all("INVOICES")] == [1, 2, 3]
     assert stall.totals("ORDERS", "billing")["dead"] == 1
     end = names["end"]

@@ -44,7 +44,7 @@ def test_the_example_for_sqs_charges_and_defers(monkeypatch: pytest.MonkeyPatch)
 
         def publish() -> None:
             for amount in (5, 0):
-                app.publish("orders", {"amount": amount})
+                app.publish("orders", {"id": 1, "amount": amount})
 
         serve_until(app, lambda: app.status().counts.acked == app.status().counts.requeued == 1, publish)
 
@@ -57,7 +57,7 @@ def test_the_example_for_service_bus_charges_notes_and_rejects() -> None:
 
         def publish() -> None:
             for amount in (5, -1):
-                app.publish("orders", {"amount": amount})
+                app.publish("orders", {"id": 1, "amount": amount})
             app.publish("events", {})
 
         serve_until(app, lambda: (app.status().counts.acked, app.status().counts.rejected) == (2, 1), publish)
@@ -66,4 +66,4 @@ def test_the_example_for_service_bus_charges_notes_and_rejects() -> None:
 def test_the_example_for_pubsub_charges() -> None:
     with pubsub_server() as server:
         app: App = example("pubsub.md", f"pubsub://my-project?emulator=127.0.0.1:{server.port}")["app"]
-        serve_until(app, lambda: app.status().counts.acked == 1, lambda: app.publish("orders", {}))
+        serve_until(app, lambda: app.status().counts.acked == 1, lambda: app.publish("orders", {"id": 1}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from importlib import util
@@ -32,8 +33,18 @@ def check_run(handler: Callable[..., Any], url: str, queue: str, group: str, to:
     from settled.spark.shipping import names_of
 
     Job(handler, Policy(), names_of(handler), queue, group, in_order=False).subscription()
+    if to is not None and _returns_none(handler):
+        name = getattr(handler, "__name__", str(handler))
+        hint = f"{name}() is declared to return None, so nothing would go there; let it return the result"
+        raise BadRequest("to", to, hint)
     if to is not None and not is_nats(url):
         check_target(to, queue)
+
+
+def _returns_none(handler: Callable[..., Any]) -> bool:
+    """Whether a handler is annotated to return nothing."""
+    returned = inspect.signature(inspect.unwrap(handler)).return_annotation
+    return returned is None or returned == "None"
 
 
 def check_format(kind: str) -> None:
