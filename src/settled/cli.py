@@ -117,6 +117,14 @@ def _publish() -> None:
     app.command()(publish)
 
 
+def _queues() -> None:
+    from settled.commands.dead_letters import app as dead_letters
+    from settled.commands.queues import queues
+
+    app.command()(queues)
+    app.add_typer(dead_letters, name="dlq")
+
+
 def _bridge() -> None:
     from settled.bridge.command import bridge
 
@@ -124,6 +132,7 @@ def _bridge() -> None:
 
 
 _publish()
+_queues()
 _add("serve", "server", _serve)
 _add("bridge", "cli", _bridge)
 _add("pipeline", "spark", _pipeline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -27,6 +28,17 @@ def settled(*arguments: str, stdin: str = "", **environment: str) -> subprocess.
     )
 
 
+def database_of(server: RunningServer) -> str:
+    """The DSN of the server's database, which the server prints last when it starts."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for line in server.output:
+            if line.startswith("database "):
+                return line.split()[1]
+        time.sleep(0.02)
+    raise TimeoutError(f"no database is told: {server.output}")
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     with running_server() as running:
@@ -35,9 +47,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def database(server: RunningServer) -> str:
-    """The DSN of the server's database, as the server prints it."""
-    (line,) = [line for line in server.output if line.startswith("database ")]
-    return line.removeprefix("database ").strip()
+    return database_of(server)
 
 
 @pytest.fixture

@@ -285,3 +285,33 @@ def test_an_ack_names_what_it_did(http: Http, queue: str) -> None:
         "error": None, "queueName": queue, "partitionName": "Default", "leaseReleased": True, "dlq": False,
         "retryCount": 0,
     }  # fmt: skip
+
+
+def test_dead_letters_in_bulk_need_a_filter_and_name_what_is_wrong(http: Http, queue: str) -> None:
+    """Defect D7."""
+    for body, field in (
+        ({}, "body"),
+        ({"queue": "a", "limit": 0}, "limit"),
+        ({"queue": "a", "limit": 1001}, "limit"),
+        ({"ids": ["x"]}, "ids"),
+        ({"from": "soon"}, "from"),
+        ({"to": "soon"}, "to"),
+        ({"queue": "a", "after": "x"}, "after"),
+        ({"error": "\x00"}, "error"),
+    ):
+        for what in ("retry", "purge"):
+            answer = http("POST", f"/api/v1/dlq/{what}", body)
+            assert (answer.status, answer.body.get("field")) == (400, field), (body, answer)
+
+
+def test_dead_letters_are_put_back_in_bulk_over_http(http: Http, queue: str) -> None:
+    """Defect D7."""
+    http.push(queue, 1, 2, 3)
+    for message in http.pop(queue, batch=9)["messages"]:
+        http.ack(message, "dlq", error="the bank is away")
+    chosen = {"queue": queue, "error": "BANK", "limit": 2}
+    first = http("POST", "/api/v1/dlq/retry", chosen).body
+    assert (first["matched"], first["done"], first["refused"], first["dryRun"]) == (3, 2, [], False)
+    second = http("POST", "/api/v1/dlq/retry", {**chosen, "after": first["next"]}).body
+    assert (second["matched"], second["done"], second["next"]) == (None, 1, None)
+    assert sorted(message["data"] for message in http.pop(queue, batch=9)["messages"]) == [1, 2, 3]

@@ -9,13 +9,22 @@ import msgspec
 
 from settled.codec import BYTES
 from settled.queue.db import sql
-from settled.queue.errors import BadRequest, Conflict, NotFound
+from settled.queue.errors import BadRequest, Conflict, NotFound, QueueError, Unavailable
 from settled.queue.lanes import check_uuid
 from settled.queue.marks import Settlement
 from settled.queue.poll import parse_time
 from settled.queue.sealing import open_value
 from settled.queue.segment import JSON, PRODUCER_KEY, TRACE_KEY, TYPE_KEY, new_base, uuid_text
-from settled.queue.types import AckItem, DeadLetter, Page, PushItem, PushResult
+from settled.queue.types import (
+    AckItem,
+    DeadLetter,
+    DeadLetterFilter,
+    DeadLetterRefused,
+    DeadLettersDone,
+    Page,
+    PushItem,
+    PushResult,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
 
 MAX_PAGE = 10_000
 MAX_OFFSET = 2**53
+MAX_PART = 1_000
 BY_HAND = "moved to the dead letters by hand"
 
 
@@ -63,28 +73,130 @@ def _letter(row: Any) -> DeadLetter:
     )
 
 
-async def dead_letters(
-    core: Core,
-    queue: str | None,
-    partition: str | None,
-    group: str | None,
-    since: str | datetime | None,
-    until: str | datetime | None,
-    limit: int,
-    offset: int,
-) -> Page[DeadLetter]:
+def _where(chosen: DeadLetterFilter) -> tuple[Any, ...]:
+    """The filter as the arguments of `dead_letters_where`."""
+    start = parse_time("from", chosen.since) if chosen.since is not None else None
+    end = parse_time("to", chosen.until) if chosen.until is not None else None
+    ids = [check_uuid("ids", each) for each in chosen.ids] if chosen.ids is not None else None
+    return chosen.queue, chosen.partition, chosen.group, start, end, chosen.error, ids
+
+
+async def dead_letters(core: Core, chosen: DeadLetterFilter, limit: int, offset: int) -> Page[DeadLetter]:
     """One page, newest first."""
     check_page(limit, offset)
-    start = parse_time("from", since) if since is not None else None
-    end = parse_time("to", until) if until is not None else None
-    rows = await core.pool.fetch(sql("dead_letters"), queue, partition, group, start, end, limit, offset)
+    where = _where(chosen)
+    rows = await core.pool.fetch(sql("dead_letters"), *where, limit, offset)
     if rows:
         total = rows[0]["total"]
     elif offset:
-        total = await core.pool.fetchval(sql("dead_letters_total"), queue, partition, group, start, end)
+        total = await core.pool.fetchval(sql("dead_letters_total"), *where)
     else:
         total = 0
     return Page([_letter(row) for row in rows], total, limit, offset)
+
+
+async def dead_letter(core: Core, dead_letter_id: str) -> DeadLetter:
+    """One of them."""
+    found = await dead_letters(core, DeadLetterFilter(ids=[dead_letter_id]), 1, 0)
+    if not found.rows:
+        raise NotFound("dead letter", dead_letter_id)
+    return found.rows[0]
+
+
+class _Part:
+    """One part of a bulk operation: the dead letters behind a place, oldest first.
+
+    Those that die while the operation runs are not in it: one that dies again at once is not sent again.
+    """
+
+    def __init__(self, core: Core, chosen: DeadLetterFilter, limit: int, after: str | None) -> None:
+        if not 1 <= limit <= MAX_PART:
+            raise BadRequest("limit", limit, f"must be 1..{MAX_PART}")
+        self._core = core
+        self._limit = limit
+        self._after: tuple[datetime | None, str | None] = (None, None)
+        self._is_first = after is None
+        queue, partition, group, since, until, error, ids = _where(chosen)
+        if after is not None:
+            until, failed_at, last = _place(after)
+            self._after = failed_at, last
+        else:
+            now = datetime.fromtimestamp(core.clock.now(), UTC)
+            until = min(until, now) if until is not None else now
+        self._until = until
+        self._where = queue, partition, group, since, until, error, ids
+
+    async def count(self) -> int | None:
+        """How many there are in all, if this is the first part."""
+        if not self._is_first:
+            return None
+        counted: int = await self._core.pool.fetchval(sql("dead_letters_total"), *self._where)
+        return counted
+
+    async def rows(self) -> list[Any]:
+        """The dead letters of this part."""
+        return await self._core.pool.fetch(sql("dead_letters_next"), *self._where, *self._after, self._limit)
+
+    def next(self, rows: Sequence[Any]) -> str | None:
+        """The place behind these rows; None if there can be nothing more."""
+        if len(rows) < self._limit:
+            return None
+        last = rows[-1]
+        return f"{self._until.isoformat()},{last['failed_at'].isoformat()},{last['id']}"
+
+
+def _place(after: str) -> tuple[datetime, datetime, str]:
+    try:
+        until, failed_at, last = after.split(",")
+    except ValueError:
+        raise BadRequest("after", after, "must be the `next` of the part before") from None
+    return parse_time("after", until), parse_time("after", failed_at), check_uuid("after", last)
+
+
+async def retry_dead_letters(
+    core: Core, chosen: DeadLetterFilter, limit: int, after: str | None, *, dry_run: bool
+) -> DeadLettersDone:
+    """Let the groups of dead letters try their messages again, up to `limit` of them."""
+    part = _Part(core, chosen, limit, after)
+    matched = await part.count()
+    if dry_run:
+        return DeadLettersDone(matched, 0, [], None)
+    rows = await part.rows()
+    states = await core.pool.fetch(sql("dead_letters_put_back"), core.worker, [row["id"] for row in rows])
+    back = {row["id"] for row in states if row["state"] is not None}
+    for queue_id, lane_id, group in {
+        (row["queue_id"], row["lane_id"], row["consumer_group"]) for row in rows if row["id"] in back
+    }:
+        core.ready.released(queue_id, lane_id, await core.registry.group(group), None)
+    if back:
+        core.activity.ring()
+    done, refused = len(back), []
+    for row in states:
+        if row["state"] is None:
+            letter = str(row["id"])
+            try:
+                await requeue(core, letter)
+                done += 1
+            except NotFound:  # somebody else was quicker
+                continue
+            except Unavailable:
+                raise
+            except QueueError as error:
+                refused.append(DeadLetterRefused(letter, str(error)))
+    return DeadLettersDone(matched, done, refused, part.next(rows))
+
+
+async def purge_dead_letters(
+    core: Core, chosen: DeadLetterFilter, limit: int, after: str | None, *, dry_run: bool
+) -> DeadLettersDone:
+    """Drop dead letters for good, up to `limit` of them."""
+    part = _Part(core, chosen, limit, after)
+    matched = await part.count()
+    if dry_run:
+        return DeadLettersDone(matched, 0, [], None)
+    rows = await part.rows()
+    gone = await core.pool.fetch(sql("dead_letters_delete"), [row["id"] for row in rows])
+    return DeadLettersDone(matched, len(gone), [], part.next(rows))
 
 
 async def requeue(core: Core, dead_letter_id: str) -> PushResult:

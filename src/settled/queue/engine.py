@@ -19,6 +19,8 @@ from settled.queue.types import (
     CycleAck,
     CycleResult,
     DeadLetter,
+    DeadLetterFilter,
+    DeadLettersDone,
     GroupLag,
     JournalEntry,
     LaneLag,
@@ -191,13 +193,38 @@ class Engine:
         group: str | None = None,
         since: str | datetime | None = None,
         until: str | datetime | None = None,
+        error: str | None = None,
+        ids: Sequence[str] | None = None,
         limit: int = 100,
         offset: int = 0,
     ) -> Page[DeadLetter]:
-        """Dead letters, newest first, by the time they died."""
-        return await deadletters.dead_letters(
-            self._core, queue, partition, group, since, until, limit, offset
+        """Dead letters, newest first, by the time they died; `error` is a part of theirs."""
+        chosen = DeadLetterFilter(
+            queue=queue,
+            partition=partition,
+            group=group,
+            since=since,
+            until=until,
+            error=error,
+            ids=list(ids) if ids is not None else None,
         )
+        return await deadletters.dead_letters(self._core, chosen, limit, offset)
+
+    async def dead_letter(self, dead_letter_id: str) -> DeadLetter:
+        """One dead letter; NotFound if there is none."""
+        return await deadletters.dead_letter(self._core, dead_letter_id)
+
+    async def retry_dead_letters(
+        self, chosen: DeadLetterFilter, *, limit: int = 500, after: str | None = None, dry_run: bool = False
+    ) -> DeadLettersDone:
+        """Send dead letters again, in parts: pass `next` of the result as `after` until it is None."""
+        return await deadletters.retry_dead_letters(self._core, chosen, limit, after, dry_run=dry_run)
+
+    async def purge_dead_letters(
+        self, chosen: DeadLetterFilter, *, limit: int = 500, after: str | None = None, dry_run: bool = False
+    ) -> DeadLettersDone:
+        """Drop dead letters for good, a part at a time, as `retry_dead_letters` does."""
+        return await deadletters.purge_dead_letters(self._core, chosen, limit, after, dry_run=dry_run)
 
     async def requeue(self, dead_letter_id: str) -> PushResult:
         """Push a dead letter's copy to its partition again, with a new transaction id, and drop it."""

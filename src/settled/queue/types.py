@@ -253,6 +253,37 @@ class DeadLetter(msgspec.Struct):
     failed_at: datetime
 
 
+class DeadLetterFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice of dead letters; a field that is None leaves nothing out. An `error` is a part of the text."""
+
+    queue: str | None = None
+    partition: str | None = None
+    group: str | None = None
+    since: str | datetime | None = None
+    until: str | datetime | None = None
+    error: str | None = None
+    ids: list[str] | None = None
+
+
+class DeadLetterRefused(msgspec.Struct):
+    """A dead letter that could not be sent again, and why."""
+
+    id: str
+    error: str
+
+
+class DeadLettersDone(msgspec.Struct):
+    """One part of a bulk operation on dead letters.
+
+    `matched` counts all that were chosen, in the first part only; `next` is where the next part begins.
+    """
+
+    matched: int | None
+    done: int
+    refused: list[DeadLetterRefused]
+    next: str | None
+
+
 class Page(msgspec.Struct, Generic[T]):
     """One page of a listing, with the total it was cut from."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 # The default of a Raw field: `Raw(b"null")` would keep the API document from being made.
 ABSENT: Any = None
@@ -103,6 +103,27 @@ class SeekBody(Body):
     to_end: bool | None = None
     to_beginning: bool | None = None
     timestamp: str | None = None
+
+
+class DeadLettersBody(
+    Body, rename={"group": "consumerGroup", "since": "from", "until": "to", "dry_run": "dryRun"}
+):
+    """POST /api/v1/dlq/retry and /api/v1/dlq/purge: at least one filter, or `all`.
+
+    `error` is a part of the error's text. A call does `limit`; `after` is the `next` of the last call.
+    """
+
+    queue: str | None = None
+    partition: str | None = None
+    group: str | None = None
+    since: str | None = None
+    until: str | None = None
+    error: str | None = None
+    ids: list[str] | None = None
+    all: bool = False
+    limit: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    after: str | None = None
+    dry_run: bool = False
 
 
 class SubscriptionBody(Body):

@@ -6,18 +6,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import msgspec
 
-from settled.queue.types import JournalEntry, QueueOptions
+from settled.queue.types import DeadLetterFilter, JournalEntry, QueueOptions
 
 from . import answers, bodies
 from .answers import BusStatus, Mode
 from .convert import letter_id, partition_id
 from .exchange import Answer, HttpError, Request, bad, ok
 from .openapi import Data, Paged, Pagination, Time
-from .parse import LIMIT, OFFSET, QUEUE_MODE, Query, decode, name
+from .parse import LIMIT, OFFSET, QUEUE_MODE, Query, decode, end_of, name, timestamp
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from settled.queue import types
     from settled.queue.engine import Engine
 
+_dead_letters = msgspec.json.Decoder(bodies.DeadLettersBody)
 _trace = msgspec.json.Decoder(bodies.TraceBody)
 
 
@@ -58,6 +62,27 @@ class Requeued(TypedDict):
     messageId: str
     partitionId: str
     queueName: str
+
+
+class RefusedLetter(TypedDict):
+    """A dead letter that stays, and why."""
+
+    id: str
+    error: str
+
+
+class DeadLettersDone(TypedDict):
+    """A part of the dead letters that were chosen.
+
+    `matched` counts all of them, in the answer to the first call; send `next` as `after` until it is null.
+    """
+
+    success: bool
+    matched: int | None
+    done: int
+    refused: list[RefusedLetter]
+    next: str | None
+    dryRun: bool
 
 
 class Dropped(TypedDict):
@@ -228,6 +253,7 @@ class DeadLetters:
             group=query.name("consumerGroup"),
             since=query.time("from"),
             until=query.end("to"),
+            error=query.name("error"),
             limit=query.integer("limit", 100, 1, LIMIT),
             offset=query.integer("offset", 0, 0, OFFSET),
         )
@@ -238,6 +264,47 @@ class DeadLetters:
                 "limit": page.limit,
                 "offset": page.offset,
                 "pagination": {"limit": page.limit, "offset": page.offset, "total": page.total},
+            }
+        )
+
+    async def one(self, request: Request) -> Answer:
+        """GET /api/v1/dlq/{id}."""
+        letter = await self._engine.dead_letter(partition_id(request.segments[0], "id"))
+        return ok(answers.dead_letter(letter))
+
+    async def retry_many(self, request: Request) -> Answer:
+        """POST /api/v1/dlq/retry."""
+        return await self._many(request, self._engine.retry_dead_letters)
+
+    async def purge_many(self, request: Request) -> Answer:
+        """POST /api/v1/dlq/purge."""
+        return await self._many(request, self._engine.purge_dead_letters)
+
+    async def _many(self, request: Request, work: Callable[..., Awaitable[types.DeadLettersDone]]) -> Answer:
+        body = decode(request.body, _dead_letters)
+        chosen = DeadLetterFilter(
+            queue=_optional(body.queue, "queue"),
+            partition=_optional(body.partition, "partition"),
+            group=_optional(body.group, "consumerGroup"),
+            since=None if body.since is None else timestamp(body.since, "from"),
+            until=None if body.until is None else end_of(body.until, "to"),
+            error=_optional(body.error, "error"),
+            ids=None if body.ids is None else [partition_id(each, "ids") for each in body.ids],
+        )
+        if chosen == DeadLetterFilter() and not body.all:
+            raise bad(
+                "body", "must name queue, partition, consumerGroup, error, from, to or ids, or all: true"
+            )
+        limit = body.limit if body.limit is not None else 500
+        done = await work(chosen, limit=limit, after=body.after, dry_run=body.dry_run)
+        return ok(
+            {
+                "success": not done.refused,
+                "matched": done.matched,
+                "done": done.done,
+                "refused": [{"id": each.id, "error": each.error} for each in done.refused],
+                "next": done.next,
+                "dryRun": body.dry_run,
             }
         )
 
@@ -376,6 +443,10 @@ class Inspection:
             for row in page.rows
         ]
         return ok({"trace_names": rows, **_page(page.total, limit, offset)})
+
+
+def _optional(value: str | None, field: str) -> str | None:
+    return None if value is None else name(value, field)
 
 
 def _address(request: Request) -> tuple[str, str]:

@@ -161,6 +161,16 @@ def uuid_of(value: str, field: str) -> uuid.UUID:
         raise bad(field, f"must be a uuid, got {value[:64]!r}") from None
 
 
+def end_of(value: str, field: str) -> datetime:
+    """A time up to which something is asked for; of a day, its end.
+
+    >>> end_of("2026-01-31", "to").isoformat()
+    '2026-02-01T00:00:00+00:00'
+    """
+    moment = timestamp(value, field)
+    return moment + timedelta(days=1) if len(value) <= len("2026-01-31") else moment
+
+
 def timestamp(value: str, field: str) -> datetime:
     """An ISO 8601 time or date; without an offset it is UTC.
 
@@ -237,8 +247,8 @@ class Query:
 
     def end(self, field: str) -> datetime | None:
         """A time up to which something is asked for; of a day, its end."""
-        moment, day = self.time(field), len(self.text(field) or "") <= len("2026-01-31")
-        return moment + timedelta(days=1) if moment is not None and day else moment
+        value = self.text(field)
+        return None if value is None else end_of(value, field)
 
     def has(self, field: str) -> bool:
         """Whether the parameter is there and not empty."""

@@ -283,18 +283,23 @@ select (select max(lane_id) from looked) as last, (select count(*) from removed)
 
 -- name: dead_letters
 select d.*, count(*) over () as total
-  from dead_letter d
- where ($1::text is null or d.queue = $1) and ($2::text is null or d.partition = $2)
-   and ($3::text is null or d.consumer_group = $3)
-   and ($4::timestamptz is null or d.failed_at >= $4) and ($5::timestamptz is null or d.failed_at < $5)
+  from dead_letters_where($1, $2, $3, $4, $5, $6, $7) d
  order by d.failed_at desc, d.id
- limit $6 offset $7
+ limit $8 offset $9
 
 -- name: dead_letters_total
-select count(*) from dead_letter d
- where ($1::text is null or d.queue = $1) and ($2::text is null or d.partition = $2)
-   and ($3::text is null or d.consumer_group = $3)
-   and ($4::timestamptz is null or d.failed_at >= $4) and ($5::timestamptz is null or d.failed_at < $5)
+select count(*) from dead_letters_where($1, $2, $3, $4, $5, $6, $7)
+
+-- name: dead_letters_next
+select d.id, d.failed_at, d.queue_id, d.lane_id, d.consumer_group
+  from dead_letters_where($1, $2, $3, $4, $5, $6, $7) d
+ where $8::timestamptz is null or (d.failed_at, d.id) > ($8, $9::uuid)
+ order by d.failed_at, d.id
+ limit $10
+
+-- name: dead_letters_put_back
+select d.id, put_back($1, d.id) as state
+  from (select id from dead_letter where id = any ($2::uuid[]) order by lane_id, consumer_group, seq) d
 
 -- name: dead_letter_take
 delete from dead_letter where id = $1 returning *
