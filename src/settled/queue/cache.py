@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from settled.queue.db import Link, Pool
 
 EPOCH_US = 1_000_000
+UNLIMITED = 2**62
 
 
 class SegmentCache:
@@ -101,16 +102,26 @@ class SegmentCache:
         return found, first
 
     async def load(
-        self, source: Link | Pool, ranges: Sequence[tuple[int, int, int]], ahead: int = 0
+        self,
+        source: Link | Pool,
+        ranges: Sequence[tuple[int, int, int]],
+        ahead: int = 0,
+        limit: int = UNLIMITED,
+        short: dict[tuple[int, int], int] | None = None,
     ) -> dict[int, list[Segment]]:
-        """The segments of each (lane, first, end), in order, whatever of them still exists."""
+        """The segments of each (lane, first, end), in order, whatever of them still exists.
+
+        Of a range with more than `limit` stored bytes the rest is left out; `short` is told where it begins.
+        """
         result: dict[int, list[Segment]] = {}
         missing: list[tuple[int, int, int]] = []
+        begun: list[int] = []
         for lane_id, first, end in ranges:
             found, reached = self.run(lane_id, first, end)
             result.setdefault(lane_id, []).extend(found)
             if reached < end:
                 missing.append((lane_id, reached, end))
+                begun.append(first)
         if missing:
             rows = await source.fetch(
                 sql("segments"),
@@ -118,19 +129,24 @@ class SegmentCache:
                 [m[1] for m in missing],
                 [m[2] for m in missing],
                 ahead,
+                limit,
             )
             fetched: dict[int, list[Any]] = {}
             for row in rows:
                 fetched.setdefault(row["lane_id"], []).append(row)
-            for lane_id, first, end in missing:
+            for (lane_id, first, end), start in zip(missing, begun, strict=True):
+                read, stop = 0, end
                 for row in fetched.get(lane_id, ()):
                     self._cover(lane_id, row["first_seq"], row["first_seq"] + row["n"])
                     self.put(lane_id, row["first_seq"], micros(row["created_at"]), row["body"])
                     if row["first_seq"] < end and row["first_seq"] + row["n"] > first:
+                        read, stop = read + len(row["body"]), row["first_seq"] + row["n"]
                         found_now = self.find(lane_id, row["first_seq"])
                         if found_now is None:  # too big for the cache
                             found_now = Segment(row["first_seq"], micros(row["created_at"]), row["body"])
                         result[lane_id].append(found_now)
+                if short is not None and read >= limit and stop < end:
+                    short[(lane_id, start)] = stop
         return result
 
     async def message(self, source: Link | Pool, lane_id: int, seq: int) -> Segment | None:

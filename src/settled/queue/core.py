@@ -19,7 +19,7 @@ from settled.queue.janitor import Janitor
 from settled.queue.lanes import Registry
 from settled.queue.leases import Leases
 from settled.queue.poll import Poller
-from settled.queue.pop import Popper
+from settled.queue.pop import POP_BYTES, Popper
 from settled.queue.push import Pusher
 from settled.queue.ready import ReadySets
 from settled.queue.room import Room
@@ -37,7 +37,7 @@ POOL = 4
 class Core:
     """Connections, caches, batchers and background tasks of one engine."""
 
-    def __init__(self, dsn: str, worker: str | None) -> None:
+    def __init__(self, dsn: str, worker: str | None, pop_bytes: int = POP_BYTES) -> None:
         self.dsn = dsn
         self.worker = worker or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.pool = Pool(dsn, POOL)
@@ -62,6 +62,7 @@ class Core:
             self.clock,
             self.pool,
             self.give_back,
+            pop_bytes,
         )
         self.switches: dict[str, bool] = {}
         self.poller = Poller(
@@ -85,10 +86,10 @@ class Core:
         self._tasks: list[asyncio.Task[Any]] = []
 
     @classmethod
-    async def open(cls, dsn: str, worker: str | None, maintain: bool) -> Self:
+    async def open(cls, dsn: str, worker: str | None, maintain: bool, pop_bytes: int = POP_BYTES) -> Self:
         """Connect, migrate and start."""
         await migrate(dsn)
-        core = cls(dsn, worker)
+        core = cls(dsn, worker, pop_bytes)
         await core.clock.sync(core.pool)
         await core.activity.start()
         await core.auditor.start()

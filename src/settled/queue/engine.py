@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from settled.queue import admin, deadletters, inspection, notes, pushing, refusals, releases, transact
 from settled.queue.core import Core
+from settled.queue.pop import POP_BYTES
 from settled.queue.soon import Done
 from settled.queue.types import (
     QUEUE_MODE,
@@ -53,9 +54,14 @@ class Engine:
         self._core = core
 
     @classmethod
-    async def open(cls, dsn: str, *, worker: str | None = None, maintain: bool = True) -> Self:
-        """Connect, bring the schema up to date and start the background work (`maintain`: janitor too)."""
-        return cls(await Core.open(dsn, worker, maintain))
+    async def open(
+        cls, dsn: str, *, worker: str | None = None, maintain: bool = True, pop_bytes: int = POP_BYTES
+    ) -> Self:
+        """Connect, bring the schema up to date and start the background work (`maintain`: janitor too).
+
+        A pop hands out about `pop_bytes` at most, and one message at least.
+        """
+        return cls(await Core.open(dsn, worker, maintain, pop_bytes))
 
     async def close(self) -> None:
         """Answer what is in flight, stop the background work and disconnect."""

@@ -94,6 +94,10 @@ class Lease:
             ids += piece.segment.txs_of(piece.offsets)
         return ids
 
+    def let_go(self) -> None:
+        """Keep the ids of the messages, and no longer the messages."""
+        self._known()
+
     def _known(self) -> Places:
         if self._places is None:
             seqs = [piece.segment.first_seq + offset for piece in self._pieces for offset in piece.offsets]

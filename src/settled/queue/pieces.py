@@ -53,6 +53,24 @@ def cut(
     return pieces
 
 
+OVERHEAD = 400  # bytes of an answer that each message takes beside what it holds
+
+
+def fit(pieces: list[Piece], limit: int, *, least: int = 1) -> list[Piece]:
+    """The first messages whose bytes fit into `limit`, but at least so many; `pieces` itself if all do."""
+    if sum([piece.segment.size + OVERHEAD * len(piece.offsets) for piece in pieces]) <= limit:
+        return pieces
+    kept: list[Piece] = []
+    for piece in pieces:
+        for taken, offset in enumerate(piece.offsets):
+            limit -= piece.segment.weight(offset) + OVERHEAD
+            if limit < 0 and least <= 0:
+                return [*kept, Piece(piece.segment, piece.offsets[:taken])] if taken else kept
+            least -= 1
+        kept.append(piece)
+    return pieces
+
+
 def deal(pieces: Sequence[Piece], counts: Iterable[int]) -> list[list[Piece]]:
     """The first messages for the first of `counts`, the next for the next, as far as they go."""
     dealt: list[list[Piece]] = []

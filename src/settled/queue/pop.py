@@ -14,7 +14,7 @@ from settled.queue.db import Link, sql
 from settled.queue.errors import Conflict
 from settled.queue.leases import Lease
 from settled.queue.names import lane_of
-from settled.queue.pieces import cut, deal
+from settled.queue.pieces import cut, deal, fit
 from settled.queue.popped import Empty, Popped, PoppedLane
 from settled.queue.turns import Landed, Turns
 
@@ -26,11 +26,17 @@ if TYPE_CHECKING:
     from settled.queue.db import Clock, Pool
     from settled.queue.lanes import Registry
     from settled.queue.leases import Leases
+    from settled.queue.popped import Piece
     from settled.queue.ready import ReadySets
     from settled.queue.segment import Segment
 
 CLAIMERS = 2
 READ_AHEAD = 1500  # messages of a lane that may be read with those asked for, if they are small
+POP_BYTES = 16 * 2**20  # of one answer
+TOGETHER = 4  # answers of that size that are made at once; more share what these may have
+LEAST = 256 * 1024  # of that for each
+PARKED_AT_ONCE = 16
+HELD = 1 * 2**20  # bytes of messages that a lease may keep in memory
 _first_seq = attrgetter("first_seq")
 
 
@@ -49,8 +55,10 @@ class Popper:
         clock: Clock,
         pool: Pool,
         abandoned: Callable[[Popped], None],
+        limit: int = POP_BYTES,
     ) -> None:
         self._abandoned = abandoned
+        self._limit = limit
         self._pool = pool
         self._worker = worker
         self._registry = registry
@@ -228,24 +236,74 @@ class Popper:
             unread.update(dict.fromkeys(share.asks, error))
 
     async def _give(self, link: Link, got: list[tuple[Share, Claimed]], wide: dict[str, list[int]]) -> None:
+        """Hand out what fits into the answers; the rest is taken back before anybody hears of it."""
+        limit = min(self._limit, max(LEAST, TOGETHER * self._limit // len(got)))
         ranges = [(s.lane_id, c.first_seq, c.end_seq) for s, c in got if c.end_seq > c.first_seq]
-        ranges += [(s.lane_id, seq, seq + 1) for s, c in got for seq in c.parked]
-        segments = await self._cache.load(link, ranges, READ_AHEAD)
-        for share, found in got:
-            self._deal(share, found, segments.get(share.lane_id, []), wide)
+        ranges += [(s.lane_id, seq, seq + 1) for s, c in got for seq in c.parked[:PARKED_AT_ONCE]]
+        short: dict[tuple[int, int], int] = {}
+        segments = await self._cache.load(link, ranges, READ_AHEAD, limit, short)
+        spent: dict[Ask, int] = {}
+        for share, claimed in got:
+            found, ask, own = claimed, share.asks[0], segments.get(share.lane_id, [])
+            first, parked = found.first_seq, list(found.parked)
+            end = short.get((share.lane_id, first), found.end_seq)
+            if len(parked) > PARKED_AT_ONCE:
+                parked = await self._read_parked(link, share.lane_id, parked, own, limit)
+                end = end if len(parked) == len(found.parked) else first
+            every = cut(sorted(own, key=_first_seq), first, end, found.skip, parked)
+            pieces = fit(every, limit - spent.get(ask, 0), least=0 if ask in spent else 1)
+            if pieces is not every or end < found.end_seq:
+                found = await self._shrink(link, share, found, pieces, None if pieces is not every else end)
+            if pieces:
+                size = sum([piece.segment.size for piece in pieces])
+                spent[ask] = spent.get(ask, 0) + size
+                self._deal(share, found, pieces, size, wide)
+
+    async def _read_parked(
+        self, link: Link, lane_id: int, parked: list[int], own: list[Segment], limit: int
+    ) -> list[int]:
+        """Read parked messages, more at a time as long as they are small; returns those that were read."""
+        at = PARKED_AT_ONCE
+        while at < len(parked) and sum([segment.size for segment in own]) < limit:
+            more = [(lane_id, seq, seq + 1) for seq in parked[at : 2 * at]]
+            own += (await self._cache.load(link, more))[lane_id]
+            at *= 2
+        return parked[:at]
+
+    async def _shrink(
+        self, link: Link, share: Share, found: Claimed, pieces: list[Piece], reached: int | None
+    ) -> Claimed:
+        """Take back what comes after `pieces`, which end at `reached`, or with their last message."""
+        kept = [piece.segment.first_seq + offset for piece in pieces for offset in piece.offsets]
+        waited = set(found.parked)
+        parked = [seq for seq in kept if seq in waited]
+        fresh = [seq for seq in kept if seq not in waited]
+        end = reached if reached is not None else fresh[-1] + 1 if fresh else found.first_seq
+        lane_id, group_id, was = share.lane_id, share.group_id, found.end_seq
+        done = await link.fetch(sql("shrink"), lane_id, group_id, share.lease, was, end, parked)
+        if not done[0][0] and share.lease is None:
+            seqs = [seq for seq in handed_out(found) if seq not in set(kept)]
+            counts = dict(zip(found.failed_seqs, found.failed_counts, strict=True))
+            await link.fetch(
+                sql("take_back"), lane_id, group_id, None, seqs, [counts.get(seq, 0) for seq in seqs]
+            )
+        if share.ready is not None and (share.lease is None or not kept):
+            share.ready.release(lane_id, None, 0)
+        return found._replace(end_seq=end, parked=parked)
 
     def _deal(
-        self, share: Share, found: Claimed, segments: list[Segment], wide: dict[str, list[int]]
+        self, share: Share, found: Claimed, pieces: list[Piece], size: int, wide: dict[str, list[int]]
     ) -> None:
         lane = self._registry.lanes_by_id.get(share.lane_id)
         if lane is None:
             return
         first, end, parked = found.first_seq, found.end_seq, list(found.parked)
-        pieces = cut(sorted(segments, key=_first_seq), first, end, found.skip, parked)
         failed = dict(zip(found.failed_seqs, found.failed_counts, strict=True))
         if share.lease is not None:
             now = self._clock.now()
             lease = Lease(share.lease, lane.id, share.group_id, first, end - first, parked, pieces, now)
+            if size > HELD:
+                lease.let_go()
             self._leases.put(lease)
             if share.asks[0].request.partitions > 1:
                 wide.setdefault(share.lease, []).append(lane.id)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FLUSHERS = 2
 LANE_LIMIT = 2000
+SEGMENT_BYTES = 2 * 2**20  # of payloads; a request with more has a segment of its own
 FLUSH_LIMIT = 20_000
 ATTEMPTS = 20
 _lane_id = attrgetter("lane.id")
@@ -168,7 +169,11 @@ class Pusher:
                 unread.append(lane)
                 continue
             size, count = len(pending[0].tx), 1
+            left = SEGMENT_BYTES - sum(map(len, pending[0].payloads))
             while count < len(pending) and size + len(pending[count].tx) <= LANE_LIMIT:
+                left -= sum(map(len, pending[count].payloads))
+                if left < 0:
+                    break
                 size += len(pending[count].tx)
                 count += 1
             batches.append(Batch(lane, pending[:count]))

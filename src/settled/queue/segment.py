@@ -300,6 +300,11 @@ class Segment:
         """One message's headers as stored: a JSON object, or nothing."""
         return self._headers[offset] if self._headers is not None else b""
 
+    def weight(self, offset: int) -> int:
+        """How many bytes one message holds."""
+        tx = len(self._tx[offset]) if self._tx is not None else 0
+        return tx + len(self.header(offset)) + len(self._payloads[offset])
+
     def stored(self, offset: int) -> tuple[bytes, bytes]:
         """Headers and payload of one message for a copy of it, sealed if the message was."""
         headers, payload = self.header(offset), self.payload(offset)

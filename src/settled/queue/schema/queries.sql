@@ -46,16 +46,20 @@ select id from consumer_group where name = $1
 insert into consumer_group (name) values ($1) on conflict (name) do nothing
 
 -- name: segments
--- The segments of each range and, as long as they are small, some of those that follow.
+-- The segments of each range, the first and what fits into so many bytes with it, and, as long as they are small, some of
+-- those that follow.
 select s.lane_id, s.first_seq, s.n, s.created_at, s.body
   from unnest($1::bigint[], $2::bigint[], $3::bigint[]) r (lane, first, stop)
  cross join lateral (
-     select g.*, sum(octet_length(g.body)) over (order by g.first_seq) as size from segment g
+     select g.*, octet_length(g.body) as own, sum(octet_length(g.body)) over (order by g.first_seq) as size from segment g
       where g.lane_id = r.lane and g.first_seq < r.stop + $4::int
         and g.first_seq >= coalesce((select max(p.first_seq) from segment p
                                       where p.lane_id = r.lane and p.first_seq <= r.first), r.first)
       order by g.first_seq) s
- where s.first_seq < r.stop or s.size <= 131072
+ where s.first_seq < r.stop and s.size - s.own < $5::bigint or s.size <= 131072
+
+-- name: shrink
+select shrink($1, $2, $3, $4, $5, $6)
 
 -- name: ready_lanes
 select q.changed::text as changed, r.* from queue q left join lateral (
