@@ -45,9 +45,16 @@ _CORS = (
 class App:
     """Answers requests with an engine; call `stop()` before the listener is stopped."""
 
-    def __init__(self, engine: Engine, board: Board, spool: Spool, connections: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        board: Board,
+        spool: Spool,
+        connections: Callable[[], int],
+        room: Callable[[], bool],
+    ) -> None:
         self.counters = Counters()
-        self._messages = Messages(engine)
+        self._messages = Messages(engine, room)
         self._push = Buffered(self._messages.push, spool)
         self.system = System(engine, self.counters, board, spool, connections)
         self._router = Router(routes(engine, self._messages, self._push, self.system, self.openapi))

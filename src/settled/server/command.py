@@ -9,7 +9,7 @@ import typer
 from settled.observe import logging as observe_logging
 from settled.signals import ConfigurationError
 
-from .config import BODY_LIMIT, HOST, PORT
+from .config import BODY_LIMIT, HOST, POP_LIMIT, PORT
 
 
 def serve(
@@ -41,6 +41,14 @@ def serve(
     body_limit: Annotated[
         int, typer.Option(envvar="SETTLED_BODY_LIMIT", help="Largest request body, in bytes.", min=1024)
     ] = BODY_LIMIT,
+    pop_limit: Annotated[
+        int,
+        typer.Option(
+            envvar="SETTLED_POP_LIMIT",
+            help="Bytes that a pop hands out at most; one message it always does.",
+            min=1024,
+        ),
+    ] = POP_LIMIT,
     log_level: Annotated[
         str, typer.Option(envvar="SETTLED_LOG_LEVEL", help="debug, info, warning or error.")
     ] = "info",
@@ -68,6 +76,7 @@ def serve(
             dsn,
             data,
             body_limit=body_limit,
+            pop_limit=pop_limit,
             announce=_announce,
             log_level=log_level,
             log_json=log_json,

@@ -13,6 +13,9 @@ HOST = "127.0.0.1"
 PORT = 6632
 BODY_LIMIT = 16 * 1024 * 1024
 GRACE = 10.0
+POP_LIMIT = 16 * 1024 * 1024
+UNSENT_LIMIT = 8
+"""How many answers of that size may wait for their readers, before pops are refused."""
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -26,6 +29,7 @@ class Config(msgspec.Struct, frozen=True):
     index: int = 0
     log_level: str = "info"
     log_json: bool = False
+    pop_limit: int = POP_LIMIT
 
 
 def default_workers() -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT = 60.0
 IDLE_TIMEOUT = 120.0
+UNREAD_TIMEOUT = 30.0
 BACKLOG = 2048
 FIRST_WORD = 0.25
 
@@ -37,6 +38,11 @@ class Listener:
         """How many clients are connected."""
         return len(self._shared.connections)
 
+    @property
+    def unsent(self) -> int:
+        """How many bytes of answers wait for clients to read."""
+        return self._shared.unsent
+
     async def start(self, sock: socket.socket) -> None:
         """Begin to accept on `sock`."""
         loop = asyncio.get_running_loop()
@@ -48,7 +54,9 @@ class Listener:
         self._shared.tick()
         now = loop.time()
         for connection in list(self._shared.connections):
-            if connection.overdue(now, REQUEST_TIMEOUT, IDLE_TIMEOUT):
+            if connection.unread(now) > UNREAD_TIMEOUT:
+                connection.drop()
+            elif connection.overdue(now, REQUEST_TIMEOUT, IDLE_TIMEOUT):
                 connection.close()
         self._beat = loop.call_later(1.0, self._pulse)
 

@@ -34,11 +34,13 @@ from .convert import (
     plain_push,
     push_items,
 )
-from .exchange import Answer, Request, bad, ok
+from .exchange import Answer, HttpError, Request, bad, ok
 from .openapi import Time
 from .parse import decode, name, pop_query
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from settled.queue.engine import Engine
 
     from .router import Reply
@@ -118,8 +120,9 @@ class Extended(TypedDict):
 class Messages:
     """Handlers over one engine; `stop()` ends the pops that wait."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, room: Callable[[], bool]) -> None:
         self._engine = engine
+        self._room = room
         self._stopping = False
         self._polls: set[asyncio.Task[Any]] = set()
 
@@ -161,6 +164,8 @@ class Messages:
     def pop_soon(self, request: Request, reply: Reply) -> bool:
         """GET /api/v1/pop/queue/{queue} of a queue that has messages."""
         wanted = pop_request(request.segments, request.query)
+        if not self._room():
+            return False
 
         def done(result: Popped | Exception | None) -> None:
             if not isinstance(result, Popped):
@@ -195,6 +200,9 @@ class Messages:
         )
 
     async def _pop(self, request: Request, wanted: PopRequest) -> Answer:
+        if not self._room():
+            why = "the answers that clients have not read yet hold too many bytes; read them, and pop again"
+            raise HttpError(503, why, extra=b"retry-after: 1\r\n")
         if wanted.wait and not self._stopping:
             result = await self._wait(request, wanted)
         else:

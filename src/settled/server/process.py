@@ -20,7 +20,7 @@ import msgspec
 from settled.queue import sealing
 from settled.queue.embedded import EmbeddedError, EmbeddedPostgres
 
-from .config import BODY_LIMIT, CONFIG, GRACE, HOST, PORT, Config, data_directory, default_workers
+from .config import BODY_LIMIT, CONFIG, GRACE, HOST, POP_LIMIT, PORT, Config, data_directory, default_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,6 +48,7 @@ def serve(
     announce: Callable[[str], object] = print,
     log_level: str = "info",
     log_json: bool = False,
+    pop_limit: int = POP_LIMIT,
 ) -> None:
     """Run a server until it is told to stop (SIGTERM or SIGINT).
 
@@ -78,6 +79,7 @@ def serve(
             str(home / "spool"),
             log_level=log_level,
             log_json=log_json,
+            pop_limit=pop_limit,
         )
         where = f"data in {home}" if embedded else "data in the Postgres of --dsn"
 

@@ -37,6 +37,7 @@ KNOWN_LIMIT = 512
 KNOWN_SIZE = 1024
 TELL_AGAIN = 30.0
 RESERVED = 64
+LARGE = 256 * 1024
 
 
 def room() -> int:
@@ -77,6 +78,8 @@ class Shared:
         # Clients repeat themselves: a head that was parsed once is recognised by its bytes.
         self.known: dict[bytes, Head] = {}
         self.stopping = False
+        # Bytes of answers that their clients have not read yet.
+        self.unsent = 0
         self.date = b""
         self._heads: dict[tuple[int, bytes], bytes] = {}
         self.tick()
@@ -133,6 +136,8 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._resume: asyncio.Future[None] | None = None
         self._closing = False
+        self._unsent = 0
+        self._unread_since = 0.0
         self._read: list[Request] = []  # those of the bytes just fed after which the connection stays open
         # Whether a request is being handled or its answer waits for the client to read.
         self.busy = False
@@ -173,12 +178,32 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client reads slower than we write: hold the next answer."""
         self._resume = self._loop.create_future()
+        self._unread_since = self._loop.time()
+        self._count_unsent()
+
+    def _count_unsent(self) -> None:
+        size = (
+            0 if self._transport is None or self._resume is None else self._transport.get_write_buffer_size()
+        )
+        self._shared.unsent += size - self._unsent
+        self._unsent = size
+
+    def unread(self, now: float) -> float:
+        """For how many seconds the client has read nothing of an answer that waits for it."""
+        if self._resume is None:
+            return 0.0
+        before = self._unsent
+        self._count_unsent()
+        if self._unsent < before:
+            self._unread_since = now
+        return now - self._unread_since
 
     def resume_writing(self) -> None:
         """The client caught up."""
-        if self._resume is not None and not self._resume.done():
-            self._resume.set_result(None)
-        self._resume = None
+        waiting, self._resume = self._resume, None
+        self._count_unsent()
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         """Take a request whose head is known, or feed the parser; what it cannot read is answered 400."""
@@ -361,7 +386,13 @@ class Connection(asyncio.Protocol):
             body = b""
         elif answer.status == 204:
             body, length = b"", 0
-        transport.write(b"%b%d\r\n%b\r\n%b" % (head, length, extra, body))
+        if length < LARGE:
+            transport.write(b"%b%d\r\n%b\r\n%b" % (head, length, extra, body))
+        else:  # is not copied once more
+            transport.write(b"%b%d\r\n%b\r\n" % (head, length, extra))
+            transport.write(body)
+            if self._resume is not None:
+                self._count_unsent()
 
     def _end(self, error: HttpError) -> None:
         """Answer an error that leaves the stream unreadable, after what is in flight, and hang up."""
@@ -381,6 +412,11 @@ class Connection(asyncio.Protocol):
         """Hang up once what was written has gone out."""
         if self._transport is not None:
             self._transport.close()
+
+    def drop(self) -> None:
+        """Hang up on a client that does not read."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def overdue(self, now: float, request_timeout: float, idle_timeout: float) -> bool:
         """Whether the client is too slow to finish a request, or has been silent for too long."""

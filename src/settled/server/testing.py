@@ -38,7 +38,12 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(
-    *, dsn: str | None = None, data: str | None = None, workers: int = 1, body_limit: int | None = None
+    *,
+    dsn: str | None = None,
+    data: str | None = None,
+    workers: int = 1,
+    body_limit: int | None = None,
+    pop_limit: int | None = None,
 ) -> Iterator[RunningServer]:
     """Start a server and stop it at the end; its data goes to a temporary directory unless `data` is given.
 
@@ -51,6 +56,7 @@ def running_server(
         arguments = ["serve", "--port", "0", "--workers", str(workers)]
         arguments += ["--dsn", dsn] if dsn is not None else ["--data", str(data)]
         arguments += ["--body-limit", str(body_limit)] if body_limit is not None else []
+        arguments += ["--pop-limit", str(pop_limit)] if pop_limit is not None else []
         process = subprocess.Popen(  # noqa: S603 - our own module
             [sys.executable, "-m", "settled.server.command", *arguments],
             stdout=subprocess.PIPE,

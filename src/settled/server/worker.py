@@ -19,7 +19,7 @@ from settled.queue.engine import Engine
 from settled.queue.errors import QueueError
 
 from .app import App
-from .config import CONFIG, Config
+from .config import CONFIG, UNSENT_LIMIT, Config
 from .listener import Listener
 from .metrics import Board
 from .spool import Spool
@@ -32,11 +32,12 @@ log = logging.getLogger("settled.server")
 
 async def work(config: Config, sock: socket.socket, ready: Callable[[], object], stop: asyncio.Event) -> None:
     """Serve until `stop` is set, then answer what is in flight."""
-    engine = await Engine.open(config.dsn, maintain=config.index == 0)
+    engine = await Engine.open(config.dsn, maintain=config.index == 0, pop_bytes=config.pop_limit)
     try:
         board = Board(config.board)
+        room = UNSENT_LIMIT * config.pop_limit
         spool = Spool(Path(config.spool), engine)
-        app = App(engine, board, spool, lambda: listener.connections)
+        app = App(engine, board, spool, lambda: listener.connections, lambda: listener.unsent < room)
         listener = Listener(app, body_limit=config.body_limit, soon=app.soon, close=app.close)
         await listener.start(sock)
         board.write(app.system.snapshot())
