@@ -20,6 +20,7 @@ from settled.queue.lanes import Registry
 from settled.queue.leases import Leases
 from settled.queue.poll import Poller
 from settled.queue.pop import POP_BYTES, Popper
+from settled.queue.probe import Probe
 from settled.queue.push import Pusher
 from settled.queue.ready import ReadySets
 from settled.queue.room import Room
@@ -41,6 +42,7 @@ class Core:
         self.dsn = dsn
         self.worker = worker or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.pool = Pool(dsn, POOL)
+        self.probe = Probe(self.pool)
         self.clock = Clock()
         self.cache = SegmentCache()
         self.registry = Registry(self.pool)
@@ -160,6 +162,7 @@ class Core:
     def appended(self, lanes: list[tuple[Lane, int]]) -> None:
         """Messages are on disk: tell who waits, here and elsewhere."""
         if lanes:
+            self.probe.stored()
             self.ready.pushed((lane.queue.id, lane.id, count) for lane, count in lanes)
             self.activity.ring()
 

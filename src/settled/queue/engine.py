@@ -153,9 +153,9 @@ class Engine:
         """All queues with their figures."""
         return await inspection.queues(self._core, None, namespace, task)
 
-    async def queue(self, name: str) -> QueueStats:
-        """One queue with the figures of each partition; NotFound if there is none."""
-        return await inspection.queue(self._core, name)
+    async def queue(self, name: str, *, limit: int | None = None, offset: int = 0) -> QueueStats:
+        """One queue with the figures of its partitions, all or `limit` of them; NotFound if there is none."""
+        return await inspection.queue(self._core, name, limit, offset)
 
     async def delete_queue(self, name: str) -> bool:
         """Delete a queue and all under it (its dead letters too); False if there was none."""
@@ -375,6 +375,13 @@ class Engine:
         before = time.perf_counter()
         await self._core.pool.fetch("select 1")
         return time.perf_counter() - before
+
+    async def check_writable(self) -> None:
+        """Unavailable if no message could be stored now, as with a full disk or a read-only database.
+
+        Postgres is not asked shortly after a push was stored, or after it was asked.
+        """
+        await self._core.probe.check()
 
     def metrics(self) -> dict[str, float]:
         """This engine's counters and gauges since it was opened, by name."""

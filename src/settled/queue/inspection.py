@@ -64,13 +64,15 @@ def _stats(row: Any) -> QueueStats:
     )
 
 
-async def queue(core: Core, name: str) -> QueueStats:
-    """Figures of one queue and its lanes."""
+async def queue(core: Core, name: str, limit: int | None, offset: int) -> QueueStats:
+    """Figures of one queue and of some of its lanes, by name."""
     rows = await core.pool.fetch(sql("queue_stats"), name, None, None)
     if not rows:
         raise NotFound("queue", name)
     stats = _stats(rows[0])
-    stats.lanes = [_lane_stats(row) for row in await core.pool.fetch(sql("lane_stats"), rows[0]["id"])]
+    if limit != 0:
+        lanes = await core.pool.fetch(sql("lane_stats"), rows[0]["id"], limit, offset)
+        stats.lanes = [_lane_stats(row) for row in lanes]
     return stats
 
 

@@ -310,13 +310,16 @@ def queue_row(stats: QueueStats) -> QueueRow:
     }
 
 
-def queue_detail(stats: QueueStats) -> QueueDetail:
-    """One queue with its partitions."""
+def queue_detail(stats: QueueStats, limit: int, offset: int) -> QueueDetail:
+    """One queue with some of its partitions."""
     return {
         **queue_row(stats),
         "options": stats.options,
         "totals": _counts(stats),
         "partitions": [lane_row(lane) for lane in stats.lanes],
+        "partitionsTotal": stats.partitions,
+        "limit": limit,
+        "offset": offset,
     }
 
 

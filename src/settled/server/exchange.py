@@ -10,12 +10,24 @@ import msgspec
 
 JSON: Final = b"application/json"
 TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
+HTML: Final = b"text/html; charset=utf-8"
 
 
 class Request:
     """One parsed request; `segments` are the percent-decoded path parameters the router found."""
 
-    __slots__ = ("body", "cancellable", "gone", "label", "method", "path", "query", "segments", "started")
+    __slots__ = (
+        "body",
+        "cancellable",
+        "gone",
+        "html",
+        "label",
+        "method",
+        "path",
+        "query",
+        "segments",
+        "started",
+    )
 
     def __init__(self, method: str, path: bytes, query: bytes, body: bytes) -> None:
         self.method = method
@@ -23,6 +35,8 @@ class Request:
         self.query = query
         self.body = body
         self.segments: tuple[str, ...] = ()
+        # Whether the client asks for a page rather than for JSON.
+        self.html = False
         # Under which name it is counted, and since when it is handled.
         self.label = "unknown"
         self.started = perf_counter()
@@ -51,10 +65,24 @@ class HttpError(Exception):
         self.fields = fields
 
     def answer(self) -> Answer:
-        """The JSON answer of this error."""
+        """The JSON answer of this error; what a caller sent is not repeated at length."""
+        fields = {
+            name: shortened(value) if isinstance(value, str) else value for name, value in self.fields.items()
+        }
         return Answer(
-            self.status, msgspec.json.encode({"error": self.error, **self.fields}), extra=self.extra
+            self.status, msgspec.json.encode({"error": shortened(self.error), **fields}), extra=self.extra
         )
+
+
+def shortened(text: str) -> str:
+    """A text of at most about 300 characters: its beginning and its end.
+
+    >>> shortened("x" * 1000)[145:]
+    'xxxxx … (800 characters left out) … xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'
+    """
+    if len(text) <= 300:
+        return text
+    return f"{text[:150]} … ({len(text) - 200} characters left out) … {text[-50:]}"
 
 
 def bad(field: str, problem: str) -> HttpError:

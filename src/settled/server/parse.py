@@ -228,6 +228,10 @@ class Query:
             raise bad(field, f"must be {low}..{high}, got {number}")
         return number
 
+    def page(self) -> tuple[int, int]:
+        """`limit` and `offset` of a long list."""
+        return self.integer("limit", LIMIT, 1, LIMIT), self.integer("offset", 0, 0, OFFSET)
+
     def flag(self, field: str, default: bool = False) -> bool:
         """`true`, `1`, `false` or `0`."""
         match self._values.get(field, "").lower():

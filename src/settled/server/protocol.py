@@ -59,6 +59,7 @@ class Head(NamedTuple):
     path: bytes
     query: bytes
     length: int
+    html: bool = False
 
 
 class Shared:
@@ -154,6 +155,7 @@ class Connection(asyncio.Protocol):
         self._head_size = 0
         self._refused: HttpError | None = None
         self._expects = False
+        self._html = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the transport; asyncio calls this once."""
@@ -216,6 +218,7 @@ class Connection(asyncio.Protocol):
         head = self._shared.known.get(raw) if end else None
         if head is not None and len(body) == head.length:
             request = Request(head.method, head.path, head.query, body)
+            request.html = head.html
             if self.busy:
                 self._accept(request, True)
             else:
@@ -227,7 +230,8 @@ class Connection(asyncio.Protocol):
             request = self._read[0]
             # One whole request, and its body as it came, not in chunks.
             if request.body == body:
-                self._shared.remember(raw, Head(request.method, request.path, request.query, len(body)))
+                head = Head(request.method, request.path, request.query, len(body), request.html)
+                self._shared.remember(raw, head)
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -255,12 +259,16 @@ class Connection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes | None) -> None:
-        """Only the headers that change how the body is read matter here."""
+        """Only the headers matter that change how the body is read, and whether a page is wanted."""
         if len(name) == 14 and name.lower() == b"content-length":
             if int(value or 0) > self._shared.body_limit:
                 self._refused = self._too_large()
-        elif len(name) == 6 and name.lower() == b"expect":
-            self._expects = (value or b"").lower() == b"100-continue"
+        elif len(name) == 6:
+            name = name.lower()
+            if name == b"expect":
+                self._expects = (value or b"").lower() == b"100-continue"
+            elif name == b"accept":
+                self._html = b"text/html" in (value or b"").lower()
 
     def on_headers_complete(self) -> None:
         """A body that is too large is refused before it is read."""
@@ -291,6 +299,7 @@ class Connection(asyncio.Protocol):
         if path[:1] != b"/":
             path = _origin_form(path)
         request = Request(self._parser.get_method().decode("latin-1"), path, query, bytes(self._body))
+        request.html = self._html
         keep_alive = self._parser.should_keep_alive()
         if keep_alive and not self._expects:
             self._read.append(request)

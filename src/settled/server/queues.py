@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 from collections import defaultdict
 from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from settled.queue.types import QueueOptions
+from settled.queue.types import QUEUE_MODE, QueueOptions
 
 from . import answers, bodies
 from .exchange import Answer, HttpError, Request, bad, ok
@@ -45,9 +47,12 @@ class PartitionRow(LaneRow, TypedDict):
 
 
 class PartitionList(TypedDict):
-    """Partitions of one queue, or of all."""
+    """Partitions of one queue, or of all: `limit` of `partitionsTotal`, from `offset` on."""
 
     partitions: list[PartitionRow]
+    partitionsTotal: int
+    limit: int
+    offset: int
 
 
 class PartitionDepth(TypedDict):
@@ -66,6 +71,7 @@ class Depth(TypedDict):
     partitionsPending: int
     conflation: bool
     effectivePending: int
+    partitionsTotal: int
     partitions: list[PartitionDepth]
 
 
@@ -204,13 +210,17 @@ class Queues:
         return ok({"queues": [answers.queue_row(row) for row in rows]})
 
     async def one(self, request: Request) -> Answer:
-        """GET /api/v1/resources/queues/{queue}."""
-        return ok(answers.queue_detail(await self._engine.queue(request.segments[0])))
+        """GET /api/v1/resources/queues/{queue}?limit=&offset=."""
+        limit, offset = Query(request.query).page()
+        found = await self._engine.queue(request.segments[0], limit=limit, offset=offset)
+        return ok(answers.queue_detail(found, limit, offset))
 
     async def depth(self, request: Request) -> Answer:
-        """GET /api/v1/resources/queues/{queue}/depth?group=."""
+        """GET /api/v1/resources/queues/{queue}/depth?group=&limit=&offset=."""
         queue = request.segments[0]
-        wanted = Query(request.query).name("group")
+        query = Query(request.query)
+        wanted = query.name("group")
+        limit, offset = query.page()
         detail = await self._engine.queue(queue)
         if wanted is None:
             pending = {lane.name: lane.pending for lane in detail.lanes}
@@ -226,7 +236,11 @@ class Queues:
                 "partitionsPending": sum(count > 0 for count in pending.values()),
                 "conflation": False,
                 "effectivePending": total,
-                "partitions": [{"partition": key, "pending": count} for key, count in pending.items()],
+                "partitionsTotal": len(pending),
+                "partitions": [
+                    {"partition": key, "pending": count}
+                    for key, count in islice(pending.items(), offset, offset + limit)
+                ],
             }
         )
 
@@ -243,12 +257,20 @@ class Queues:
         return ok({"cleared": True, "queue": queue, "messages": count, "count": count})
 
     async def partitions(self, request: Request) -> Answer:
-        """GET /api/v1/resources/partitions?queue=."""
-        queue = Query(request.query).name("queue")
-        names = [queue] if queue else [row.name for row in await self._engine.queues()]
-        found = [await self._engine.queue(each) for each in names]
-        rows = [{"queue": q.name, **answers.lane_row(lane)} for q in found for lane in q.lanes]
-        return ok({"partitions": rows})
+        """GET /api/v1/resources/partitions?queue=&limit=&offset=."""
+        query = Query(request.query)
+        queue = query.name("queue")
+        limit, offset = query.page()
+        every = [await self._engine.queue(queue, limit=0)] if queue else await self._engine.queues()
+        rows: builtins.list[Any] = []
+        skip = offset
+        for each in every:
+            if len(rows) < limit and skip < each.partitions:
+                found = await self._engine.queue(each.name, limit=limit - len(rows), offset=skip)
+                rows += [{"queue": each.name, **answers.lane_row(lane)} for lane in found.lanes]
+            skip = max(0, skip - each.partitions)
+        total = sum(each.partitions for each in every)
+        return ok({"partitions": rows, "partitionsTotal": total, "limit": limit, "offset": offset})
 
     async def namespaces(self, request: Request) -> Answer:
         """GET /api/v1/resources/namespaces."""
@@ -333,6 +355,11 @@ class Groups:
         group, *rest = request.segments
         metadata = Query(request.query).flag("deleteMetadata", default=True)
         queue = rest[0] if rest else None
+        if group == QUEUE_MODE and queue is None:
+            where = f"DELETE /api/v1/consumer-groups/{QUEUE_MODE}/queues/{{queue}}"
+            raise bad(
+                "group", f"{QUEUE_MODE} is every queue's consumers without a group; name one queue: {where}"
+            )
         count = await self._engine.delete_group(group, queue=queue, metadata=metadata)
         answer: dict[str, Any] = {
             "success": True,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FOUND_LIMIT = 4096
 SEGMENT_LIMIT = 1024
 POPS = b"/api/v1/pop"
+SEE = {"routes": "/openapi.json", "health": "/health", "metrics": "/metrics", "about": "/"}
 # Routes of newer versions of Queen MQ, by what they are: its clients should hear that they are not here.
 FOREIGN = {
     b"/api/v1/kv": "the key-value store",
@@ -94,7 +95,7 @@ class Router:
         method = "GET" if headed else request.method
         found = _walk(self._root, request.path.split(b"/"), 1, ())
         if found is None:
-            raise HttpError(404, _missing(request))
+            raise HttpError(404, _missing(request), see=SEE)
         node, raw = found
         request.label = next(iter(node.methods.values())).path
         route = node.methods.get(method)

@@ -160,15 +160,16 @@ def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: En
         get(
             f"{resources}/queues/{{queue}}",
             q.one,
-            "One queue with its partitions.",
+            "One queue with its partitions, some at a time.",
             A(system.QueueDetail, (404,)),
+            _PAGE,
         ),
         get(
             f"{resources}/queues/{{queue}}/depth",
             q.depth,
             "How much is pending.",
             A(queues.Depth, (404,)),
-            (P("group", "string", "For this group."),),
+            (P("group", "string", "For this group."), *_PAGE),
         ),
         delete(f"{resources}/queues/{{queue}}", q.delete, "Delete a queue and all in it.", A(queues.Deleted)),
         delete(
@@ -183,7 +184,7 @@ def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: En
             q.partitions,
             "All partitions.",
             A(queues.PartitionList, (404,)),
-            (_QUEUE,),
+            (_QUEUE, *_PAGE),
         ),
         get(f"{resources}/namespaces", q.namespaces, "All namespaces.", A(queues.NamespaceList)),
         get(f"{resources}/tasks", q.tasks, "All tasks.", A(queues.TaskList)),
@@ -354,7 +355,11 @@ def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: En
         get("/api/v1/status", sys.status, "Figures for a dashboard.", A(system.Status), (_QUEUE, *_SPACE)),
         get("/api/v1/status/queues", sys.queues, "All queues in figures.", A(system.QueueList)),
         get(
-            "/api/v1/status/queues/{queue}", sys.queue, "One queue in figures.", A(system.QueueStatus, (404,))
+            "/api/v1/status/queues/{queue}",
+            sys.queue,
+            "One queue in figures.",
+            A(system.QueueStatus, (404,)),
+            _PAGE,
         ),
         get(
             "/api/v1/status/queues/{queue}/messages",
@@ -394,6 +399,14 @@ def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: En
             "Whether the server and its database work.",
             A(system.Health, refused={503: system.Unhealthy}),
         ),
+        get(
+            "/readyz",
+            sys.ready,
+            "Whether pushes can be stored.",
+            A(system.Ready, refused={503: system.Unready}),
+        ),
+        get("/livez", sys.live, "Whether the server runs.", A(system.Live, database=False)),
+        get("/", sys.index, "What this is, and where to look.", A(system.Index, database=False)),
         get("/metrics", sys.metrics, "Prometheus metrics.", A(str, database=False)),
         get("/metrics/prometheus", sys.metrics, "Prometheus metrics.", A(str, database=False)),
         get("/openapi.json", openapi, "This document.", A(dict[str, Any], database=False)),

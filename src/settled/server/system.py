@@ -13,10 +13,11 @@ from settled.queue.errors import Unavailable
 from settled.queue.types import QueueOptions
 
 from . import answers, bodies
-from .exchange import TEXT, Answer, Request, ok
+from .exchange import HTML, TEXT, Answer, Request, ok
 from .metrics import Board, Counters, Snapshot, render, snapshot
 from .openapi import Time
 from .parse import Query, decode
+from .router import SEE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,20 @@ if TYPE_CHECKING:
     from .spool import Spool
 
 FIGURES_AGE = 2.0
+PAGE = f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Settled</title>
+<style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 40rem; margin: 3rem auto; padding: 1rem }}</style>
+<h1>Settled {__version__}</h1>
+<p>This is a queue server: programs push and pop messages here over HTTP.</p>
+<ul>
+<li><a href="/health">/health</a>: whether it works</li>
+<li><a href="/metrics">/metrics</a>: figures for Prometheus</li>
+<li><a href="/api/v1/resources/queues">/api/v1/resources/queues</a>: the queues</li>
+<li><a href="/openapi.json">/openapi.json</a>: all routes</li>
+</ul>
+</html>
+""".encode()
 
 _switch = msgspec.json.Decoder(bodies.SwitchBody)
 
@@ -88,11 +103,14 @@ class QueueList(TypedDict):
 
 
 class QueueDetail(QueueFacts):
-    """One queue with its partitions."""
+    """One queue with `limit` of its partitions from `offset` on, by name; there are `partitionsTotal`."""
 
     options: QueueOptions
     totals: Counts
     partitions: list[LaneRow]
+    partitionsTotal: int
+    limit: int
+    offset: int
 
 
 class GroupRow(TypedDict):
@@ -196,11 +214,38 @@ class Health(Server):
 
 
 class Unhealthy(Server):
-    """The server runs, and its database is away."""
+    """The server runs, and its database is away, or there and stores nothing."""
 
     status: Literal["unhealthy"]
-    database: Literal["disconnected"]
+    database: Literal["disconnected", "connected"]
     error: str
+
+
+class Live(TypedDict):
+    """The process runs."""
+
+    status: Literal["live"]
+
+
+class Ready(TypedDict):
+    """Pushes can be stored."""
+
+    status: Literal["ready"]
+
+
+class Unready(TypedDict):
+    """No push can be stored now."""
+
+    status: Literal["unready"]
+    error: str
+
+
+class Index(TypedDict):
+    """What this is, and where to look."""
+
+    name: Literal["settled"]
+    version: str
+    see: dict[str, str]
 
 
 class PushMaintenance(TypedDict):
@@ -263,7 +308,7 @@ class System:
         return waiting, refused
 
     async def health(self, request: Request) -> Answer:
-        """GET /health: 200 when Postgres answers, 503 when it does not."""
+        """GET /health: 200 when Postgres answers and stores messages, 503 when it does not."""
         answer: Server = {
             "server": "running",
             "version": __version__,
@@ -274,8 +319,30 @@ class System:
             seconds = await self._engine.ping()
         except Unavailable as error:
             return ok({"status": "unhealthy", "database": "disconnected", "error": str(error), **answer}, 503)
+        try:
+            await self._engine.check_writable()
+        except Unavailable as error:
+            return ok({"status": "unhealthy", "database": "connected", "error": str(error), **answer}, 503)
         latency = round(seconds * 1000, 3)
         return ok({"status": "healthy", "database": "connected", "databaseLatencyMs": latency, **answer})
+
+    async def live(self, request: Request) -> Answer:
+        """GET /livez: 200 as long as the process runs, whatever its database does."""
+        return ok({"status": "live"})
+
+    async def ready(self, request: Request) -> Answer:
+        """GET /readyz: 200 when a push can be stored, 503 when every push would be refused."""
+        try:
+            await self._engine.check_writable()
+        except Unavailable as error:
+            return ok({"status": "unready", "error": str(error)}, 503)
+        return ok({"status": "ready"})
+
+    async def index(self, request: Request) -> Answer:
+        """GET /: a page for a browser, JSON for others."""
+        if request.html:
+            return Answer(200, PAGE, HTML)
+        return ok({"name": "settled", "version": __version__, "see": SEE})
 
     async def metrics(self, request: Request) -> Answer:
         """GET /metrics and /metrics/prometheus."""
@@ -339,7 +406,9 @@ class System:
 
     async def queue(self, request: Request) -> Answer:
         """GET /api/v1/status/queues/{queue}."""
-        detail = answers.queue_detail(await self._engine.queue(request.segments[0]))
+        limit, offset = Query(request.query).page()
+        found = await self._engine.queue(request.segments[0], limit=limit, offset=offset)
+        detail = answers.queue_detail(found, limit, offset)
         groups = await self._engine.groups(queue=request.segments[0])
         return ok({**detail, "queue": request.segments[0], "groups": [answers.group(row) for row in groups]})
 

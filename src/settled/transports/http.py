@@ -141,7 +141,7 @@ class HttpBackend:
 
     async def rules(self, queue: str) -> Rules:
         try:
-            answer = await self.wire.call("GET", f"/api/v1/resources/queues/{quote(queue, safe='')}")
+            answer = await self.wire.call("GET", f"/api/v1/resources/queues/{quote(queue, safe='')}?limit=1")
         except Refused as refused:
             if refused.status == 404:
                 return Rules()

@@ -66,7 +66,7 @@ class EngineBackend:
 
     async def rules(self, queue: str) -> Rules:
         try:
-            options = (await self.engine.queue(queue)).options
+            options = (await self.engine.queue(queue, limit=0)).options
         except NotFound:
             return Rules()
         return Rules.of(

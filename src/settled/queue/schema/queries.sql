@@ -58,6 +58,10 @@ select s.lane_id, s.first_seq, s.n, s.created_at, s.body
       order by g.first_seq) s
  where s.first_seq < r.stop and s.size - s.own < $5::bigint or s.size <= 131072
 
+-- name: probe
+-- Takes room on the disk as a push does, in a file of its own: free room inside of a file proves nothing. It is rolled back.
+create table probe as select string_agg(md5(random()::text || n), '') from generate_series(1, 6000) n group by n % 100
+
 -- name: shrink
 select shrink($1, $2, $3, $4, $5, $6)
 
@@ -344,7 +348,7 @@ select l.uid, l.name, l.created_at, l.newest_at, messages_from(l, l.first_seq) a
              sum(length(c.answered) - bit_count(c.answered) + cardinality(c.parked_out))
                  filter (where c.lease_until > clock_timestamp()) as processing
         from consumer c where c.lane_id = l.id) c on true
- where l.queue_id = $1 order by l.name
+ where l.queue_id = $1 order by l.name limit $2 offset $3
 
 -- name: lane_lags
 select * from lane_lags($1, $2) order by grp, queue, partition

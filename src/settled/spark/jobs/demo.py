@@ -167,7 +167,7 @@ def transients(items: list[PushItem]) -> list[int]:
 async def count_queue(dsn: str, queue: str) -> int:
     """How many messages a queue holds."""
     async with await Engine.open(dsn) as engine:
-        return (await engine.queue(queue)).total
+        return (await engine.queue(queue, limit=0)).total
 
 
 def say(text: str) -> None:
