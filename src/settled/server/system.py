@@ -31,7 +31,7 @@ FIGURES_AGE = 2.0
 PAGE = f"""<!doctype html>
 <html lang="en">
 <meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Settled</title>
-<style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 40rem; margin: 3rem auto; padding: 1rem }}</style>
+<style>body {{ font: 16px/1.5 sans-serif; max-width: 40rem; margin: 3rem auto; padding: 1rem }}</style>
 <h1>Settled {__version__}</h1>
 <p>This is a queue server: programs push and pop messages here over HTTP.</p>
 <ul>
