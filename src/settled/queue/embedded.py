@@ -200,6 +200,10 @@ class EmbeddedPostgres:
                 )
             else:
                 raise EmbeddedError(f"Postgres in {self.data} (process {found.pid}) cannot be stopped")
+            child = _children.pop(found.pid, None)
+            if child is not None:  # its lock file is gone before it is
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(STOP_IMMEDIATE)
         self._forget_socket()
 
     def restart(self) -> None:
