@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,47 @@ def test_what_is_not_known_is_not_shown_as_nothing() -> None:
     assert '<i class="not-known">not known</i>' in page
     assert '<i class="quiet">' not in page
     assert "<title>Settled: All streams</title>" in page
+
+
+def test_the_page_balances_its_books_and_tells_how_to_go_on() -> None:
+    """Defect D5."""
+    rule = {
+        "name": "HighRetryRate", "fired": [], "pending_since": None, "worst_rate": 12.0, "threshold": 10,
+        "minutes": 5, "text": "many", "minutes_over": 2,
+    }  # fmt: skip
+    error = {
+        "error": "bank # is away", "queue": "my orders", "consumer_group": "g", "count": 3, "attempts": 2,
+        "last": AT, "example": "bank 7 is away", "ids": ["letter-1", "letter-9"],
+    }  # fmt: skip
+    books = {
+        "queue": "my orders", "consumer_group": "g", "pushed": 1100, "acked": 1000, "dead": 3, "waiting": 90,
+        "failing": 7, "removed": 0, "lost": 0,
+    }  # fmt: skip
+    times = {"t": 0.0, "p50": 0.1, "p90": 0.5, "p99": 2.0}
+    done = {"t": 0.0, "acked": 1000, "retried": 7, "released": 0, "dead": 3}
+    page = render(
+        figures(
+            alerts=[rule], dead_letters={"errors": [error], "total": 3},
+            books=[books, {**books, "lost": None}], throughput=[done], latency=[times],
+            rate={"average": 501.5, "peak": 900.0, "seconds": 2.0},
+            in_hand=[times],
+        )
+    )  # fmt: skip
+    assert '<td class="n" data-name="lost">0</td>' in page
+    assert '<td class="n" data-name="lost">?</td>' in page
+    assert "<b>502</b><span>messages a second</span>" in page
+    assert "<code>letter-1</code>, <code>letter-9</code>" in page
+    command = "settled pipeline redrive --queue 'my orders' --group g --error 'bank .* is away' --dry-run"
+    assert f"<code>{html.escape(command)}</code>" in page
+    assert "never; over the limit for 2 min at most" in page
+    # Each drawing has words, and each colour a meaning.
+    assert page.count("<svg") == page.count("<desc>") == page.count("aria-label=") == 3
+    assert "Half took at most 0.1 s, 99 in 100 at most 2 s, at 00:00:00." in page
+    for text in ("failed, and came again", "half took no longer than this", "99 in 100 took no longer"):
+        assert f"</i>{text}</span>" in page
+    # On a narrow screen a row is a card: each cell brings the name of its column.
+    assert page.count("<td") == page.count(' data-name="')
+    assert "td::before { content: attr(data-name)" in page
 
 
 def test_times_from_push_to_settlement_are_at_most_two_percent_too_long(shop: Shop) -> None:

@@ -38,6 +38,21 @@ select date_trunc('second', j.at) as at, q.name as queue, g.name as consumer_gro
    and j.at >= %(since)s and j.at < %(until)s and (%(queue)s::text is null or q.name = %(queue)s)
  group by 1, 2, 3, 4
 
+-- name: pushed
+-- What each group should have met since its queue was made; not `whole` where the journal cannot tell all of it.
+select q.name as queue, g.name as consumer_group, coalesce(sum(l.next_seq), 0)::bigint as pushed,
+       coalesce(sum(greatest(l.first_seq - coalesce(c.cursor, 0), 0)), 0)::bigint as removed,
+       bool_and(s.starts_at is null) and not coalesce(bool_or(l.has_holes), false)
+         and q.created_at > clock_timestamp() - make_interval(days => %(days)s) as whole
+  from queue q cross join consumer_group g
+  left join lane l on l.queue_id = q.id
+  left join consumer c on c.lane_id = l.id and c.group_id = g.id
+  left join subscription s on s.queue_id = q.id and s.group_id = g.id
+ where (%(queue)s::text is null or q.name = %(queue)s)
+   and (s.queue_id is not null or exists (select from reader r where r.queue_id = q.id and r.group_id = g.id)
+        or exists (select from consumer o join lane x on x.id = o.lane_id where x.queue_id = q.id and o.group_id = g.id))
+ group by q.id, g.id order by 1, 2
+
 -- name: failing
 select e.lane_id, g.name as consumer_group, e.seq as sequence, q.name as queue
   from exception e join lane l on l.id = e.lane_id join queue q on q.id = l.queue_id join consumer_group g on g.id = e.group_id

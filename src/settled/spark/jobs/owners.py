@@ -126,20 +126,24 @@ def section(rows: list[dict[str, Any]]) -> str:
     """A section of the report's page; nothing if there is nothing to tell."""
     if not rows:
         return ""
+    names = ("tenant", "provider", "reason", "stream, consumer", *_KINDS)
     body = "".join(
-        f"<tr><td>{escape(r['tenant'] or '-')}</td><td>{escape(r['provider'] or '-')}</td>"
-        f"<td>{escape(r['reason'])}</td>"
-        f"<td>{escape(r['queue'])}<br><small>{escape(r['consumer_group'])}</small></td>"
-        + "".join(f'<td class="n">{r[kind]:,}</td>' for kind in _KINDS)
+        "<tr>"
+        + "".join(
+            f'<td{" class=n" * (name in _KINDS)} data-name="{name}">{cell}</td>'
+            for name, cell in zip(names, _cells(r), strict=True)
+        )
         + "</tr>"
         for r in rows
     )
+    head = "".join(f"<th{' class=n' * (name in _KINDS)}>{name}</th>" for name in names)
     return (
         "<section><h2>By tenant, provider and reason</h2><p>Messages that came again, that ran out of "
-        "deliveries, and that were refused at once.</p><table><tr><th>tenant</th><th>provider</th>"
-        "<th>reason</th><th>stream, consumer</th>"
-        + "".join(f"<th class='n'>{kind}</th>" for kind in _KINDS)
-        + "</tr>"
-        + body
-        + "</table></section>"
+        f"deliveries, and that were refused at once.</p><table><tr>{head}</tr>{body}</table></section>"
     )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    names = [escape(row["tenant"] or "-"), escape(row["provider"] or "-"), escape(row["reason"])]
+    source = f"{escape(row['queue'])}<br><small>{escape(row['consumer_group'])}</small>"
+    return [*names, source, *(f"{row[kind]:,}" for kind in _KINDS)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from datetime import UTC, datetime
 from html import escape
 from importlib import resources
@@ -15,6 +16,16 @@ FEW = 5
 """So few points are drawn with their value."""
 COLOURS = {"acked": "#2f7d5b", "retried": "#d9932b", "released": "#7a8aa0", "dead": "#b8383d"}
 LINES = {"p50": "#2f7d5b", "p90": "#d9932b", "p99": "#b8383d"}
+WORDS = {
+    "acked": "acknowledged",
+    "retried": "failed, and came again",
+    "released": "given back unattempted",
+    "dead": "dead letters",
+    "p50": "half took no longer than this",
+    "p90": "nine in ten took no longer",
+    "p99": "99 in 100 took no longer",
+}
+"""What a colour stands for."""
 
 
 def render(figures: dict[str, Any]) -> str:
@@ -35,11 +46,12 @@ def render(figures: dict[str, Any]) -> str:
         "MADE": escape(_when(figures["made_at"])),
         "TILES": _tiles(figures),
         "NOT_KNOWN": _not_known(figures),
+        "BOOKS": _books(figures),
         "ALERTS": _alerts(figures["alerts"]),
         "THROUGHPUT": _stacked(figures["throughput"], times, width),
         "WIDTH": _span(width),
-        "LATENCY": _lines(figures["latency"], times, width),
-        "IN_HAND": _lines(figures["in_hand"], times, width),
+        "LATENCY": _lines(figures["latency"], times, width, "From push to settlement"),
+        "IN_HAND": _lines(figures["in_hand"], times, width, "From claim to settlement"),
         "REDELIVERIES": _bars(
             [(r["reason"], r["count"], r["source"]) for r in figures["redeliveries"]], "#d9932b"
         ),
@@ -50,7 +62,7 @@ def render(figures: dict[str, Any]) -> str:
             ],
             "#2f7d5b",
         ),
-        "DEAD": _dead(figures["dead_letters"]["errors"]),
+        "DEAD": _dead(figures["dead_letters"]["errors"], on_nats=bool(figures.get("streams"))),
         "OWNERS": section(figures.get("owners", [])),
         "LAG_AT": escape(_when(figures["lag_at"])),
         "LAG": _lag(figures["lag"]),
@@ -91,19 +103,84 @@ def _tiles(figures: dict[str, Any]) -> str:
         ("tried again", totals["retried"], "failed attempts that came again", COLOURS["retried"]),
         ("dead letters", totals["dead"], "never again, kept with their error", COLOURS["dead"]),
         ("released", totals["released"], "given back, no attempt counted", COLOURS["released"]),
-        ("waiting", waiting, f"over all groups, {_when(figures['lag_at'])}", "#3d4b5f"),
+        ("waiting", waiting, f"over all groups, {_when(figures['lag_at'])}", "var(--ink)"),
     ]
-    return "".join(
+    return _rate(figures) + "".join(
         f'<div class="tile"><b style="color:{colour}">{"?" if value is None else f"{value:,}"}</b>'
         f"<span>{name}</span><small>{escape('not known here' if value is None else note)}</small></div>"
         for name, value, note, colour in tiles
     )
 
 
+def _rate(figures: dict[str, Any]) -> str:
+    rate = figures.get("rate")
+    if rate is None or figures["totals"]["acked"] is None or not rate["peak"]:
+        return ""
+    usual = rate["average"] or rate["peak"]
+    over = f"from the first settlement to the last, {rate['seconds']:,.0f} s"
+    if rate["average"] is None:
+        over = "all within a second"
+    elif rate["peak"] > usual:
+        over += f"; at most {rate['peak']:,.0f}"
+    return f'<div class="tile"><b>{usual:,.0f}</b><span>messages a second</span><small>{over}</small></div>'
+
+
+def _books(figures: dict[str, Any]) -> str:
+    """What was pushed beside what became of it."""
+    books = figures.get("books", [])
+    if not books:
+        return ""
+    names = ("pushed", "acked", "dead", "waiting", "failing", "removed", "lost")
+    heads = ("pushed", "acknowledged", "dead", "waiting", "to be retried", "removed unread", "lost")
+    rows = []
+    for row in books:
+        cells = [
+            ("queue, group", f"{escape(row['queue'])}<br><small>{escape(row['consumer_group'])}</small>")
+        ]
+        cells += [
+            (head, "?" if row[name] is None else f"{row[name]:,}")
+            for name, head in zip(names, heads, strict=True)
+        ]
+        rows.append(cells)
+    unsure = any(row["lost"] is None for row in books)
+    note = (
+        "<p>? where it cannot be told: messages were settled before the journal begins, the group began "
+        "later or was moved, or dead letters were sent again.</p>" * unsure
+    )
+    return (
+        "<section><h2>Reconciliation</h2><p>Pushed = acknowledged + dead + waiting + to be retried + removed "
+        "unread; what is missing on the right is lost. Of a queue in use, both are read a moment apart."
+        f"</p>{_table(rows, first_number=1)}{note}</section>"
+    )
+
+
+def _source(row: dict[str, Any]) -> str:
+    return f"{escape(row['queue'])}<br><small>{escape(row['consumer_group'])}</small>"
+
+
+def _table(rows: list[list[tuple[str, str]]], *, first_number: int = 99, last_number: int = 99) -> str:
+    """A table; on a narrow screen each row becomes a card, so each cell knows the name of its column."""
+
+    def kind(place: int) -> str:
+        return ' class="n"' if first_number <= place <= last_number else ""
+
+    head = "".join(f"<th{kind(i)}>{name}</th>" for i, (name, _) in enumerate(rows[0]))
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td{kind(i)} data-name="{name}">{cell}</td>' for i, (name, cell) in enumerate(row))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
 def _alerts(alerts: list[dict[str, Any]]) -> str:
     rows = []
     for alert in alerts:
         state, when = "quiet", "never"
+        over = alert.get("minutes_over", 0)
+        if over and not alert["fired"]:
+            when = f"never; over the limit for {over} min at most"
         if not alert.get("known", True):
             state, when = "not known", "not known: it counts what came again, too"
         if alert["fired"]:
@@ -114,17 +191,16 @@ def _alerts(alerts: list[dict[str, Any]]) -> str:
         rate = f"{alert['worst_rate']:,.1f}/min"
         if state == "not known":
             rate = f"at least {rate}" if alert["worst_rate"] else "?"
+        router = alert.get("router_alert")
+        limit = f"{alert['threshold']:g}/min<br><small>for {alert['minutes']} min</small>"
+        name = f"<b>{escape(alert['name'])}</b><br>{escape(alert['text'])}"
+        if router:
+            name += f"<br><small>{escape(router)} in the router's runbook</small>"
+        mark = f'<i class="{state.replace(" ", "-")}">{state}</i>'
         rows.append(
-            f'<tr><td><i class="{state.replace(" ", "-")}">{state}</i></td>'
-            f"<td><b>{escape(alert['name'])}</b><br>"
-            f"{escape(alert['text'])}</td>"
-            f'<td class="n">{alert["threshold"]:g}/min<br><small>for {alert["minutes"]} min</small></td>'
-            f'<td class="n">{rate}</td><td>{escape(when)}</td></tr>'
+            [("state", mark), ("rule", name), ("limit", limit), ("worst rate", rate), ("fired", escape(when))]
         )
-    return (
-        "<table><tr><th></th><th>rule</th><th class='n'>limit</th><th class='n'>worst rate</th>"
-        "<th>fired</th></tr>" + "".join(rows) + "</table>"
-    )
+    return _table(rows, first_number=2, last_number=3) if rows else _nothing("No rules.")
 
 
 def _span(seconds: float) -> str:
@@ -216,17 +292,24 @@ def _stacked(rows: list[dict[str, Any]], times: list[float], width: float) -> st
             value = row[kind]  # type: ignore[index]
             if value:
                 high, low = _y(base + value, top), _y(base, top)
-                tip = f"{datetime.fromtimestamp(time, UTC):%H:%M:%S}: {row[kind]:,} {kind}"  # type: ignore[index]
+                at = f"{datetime.fromtimestamp(time, UTC):%H:%M:%S}"
+                tip = f"{at}: {row[kind]:,} {WORDS[kind]}"  # type: ignore[index]
                 bars.append(
                     f'<rect x="{_x(time, times) - thick / 2:.1f}" y="{high:.1f}" width="{thick:.1f}" '
                     f'height="{max(low - high, 0.6):.1f}" fill="{colour}"><title>{tip}</title></rect>'
                 )
                 base += value
     kinds = {kind: colour for kind, colour in COLOURS.items() if any(r[kind] for r in rows)}
-    return _svg(_frame(times, lines, top, "") + "".join(bars)) + _legend(kinds)
+    sums = ", ".join(f"{sum(r[kind] for r in rows):,} {WORDS[kind]}" for kind in kinds)
+    best = max(rows, key=lambda r: sum(r[k] for k in COLOURS))
+    said = (
+        f"In all {sums}. Most in {_span(width)}: {sum(best[k] for k in COLOURS):,}, at {_clock(best['t'])}."
+    )
+    drawn = _frame(times, lines, top, "") + "".join(bars)
+    return _svg("Messages settled, over time", said, drawn) + _legend(kinds)
 
 
-def _lines(rows: list[dict[str, Any]], times: list[float], width: float) -> str:
+def _lines(rows: list[dict[str, Any]], times: list[float], width: float, title: str) -> str:
     if not rows:
         return _nothing("No settlement was timed.")
     top, lines = _scale(1.05 * max(r["p99"] for r in rows))
@@ -242,8 +325,7 @@ def _lines(rows: list[dict[str, Any]], times: list[float], width: float) -> str:
         )
         drawn += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
-            f"<title>{datetime.fromtimestamp(r['t'], UTC):%H:%M:%S}: "
-            f"{'all' if same else name} {r[name]:.3g} s</title></circle>"
+            f"<title>{_clock(r['t'])}: {'all' if same else WORDS[name]}, {r[name]:.3g} s</title></circle>"
             for x, y, r in points
         ]
     if len(rows) <= FEW:
@@ -252,18 +334,33 @@ def _lines(rows: list[dict[str, Any]], times: list[float], width: float) -> str:
             f'class="tick" text-anchor="middle">{r["p99"]:.3g} s</text>'
             for r in rows
         ]
-    labels = {"half, nine in ten and 99 in 100 alike": LINES["p50"]} if same else LINES
-    return _svg(_frame(times, lines, top, " s") + "".join(drawn)) + _legend(labels)
+    worst = max(rows, key=lambda r: r["p99"])
+    said = (
+        f"Half took at most {max(r['p50'] for r in rows):.3g} s, 99 in 100 at most {worst['p99']:.3g} s, at "
+    )
+    picture = _svg(title, f"{said}{_clock(worst['t'])}.", _frame(times, lines, top, " s") + "".join(drawn))
+    return picture + _legend({"all took about this long": LINES["p50"]} if same else LINES)
 
 
-def _svg(inner: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{inner}</svg>'
+def _clock(time: float) -> str:
+    return f"{datetime.fromtimestamp(time, UTC):%H:%M:%S}"
+
+
+def _svg(title: str, said: str, inner: str) -> str:
+    """A drawing, with words for who cannot see it."""
+    words = f"<title>{escape(title)}</title><desc>{escape(said)}</desc>"
+    label = escape(f"{title}. {said}")
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
+    return f'<div class="chart"><svg {size} role="img" aria-label="{label}">{words}{inner}</svg></div>'
 
 
 def _legend(colours: dict[str, str]) -> str:
     return (
         '<p class="legend">'
-        + "".join(f'<span><i style="background:{c}"></i>{n}</span>' for n, c in colours.items())
+        + "".join(
+            f'<span><i style="background:{c}"></i>{WORDS.get(name, name)}</span>'
+            for name, c in colours.items()
+        )
         + "</p>"
     )
 
@@ -285,35 +382,67 @@ def _bars(rows: list[tuple[str, int, str]], colour: str) -> str:
     )
 
 
-def _dead(errors: list[dict[str, Any]]) -> str:
+def _dead(errors: list[dict[str, Any]], *, on_nats: bool) -> str:
     if not errors:
         return _nothing("No dead letters.")
-    rows = "".join(
-        f"<tr><td><b>{escape(e['error'])}</b><br>"
-        f"<small>for example: {escape(e['example'] or '')}</small></td>"
-        f"<td>{escape(e['queue'])}<br><small>{escape(e['consumer_group'])}</small></td>"
-        f'<td class="n">{e["count"]:,}</td>'
-        f'<td class="n">{e["attempts"]}</td><td>{escape(_when(e["last"]))}</td></tr>'
-        for e in errors
+    return _table(
+        [
+            [
+                ("error", _error(e, on_nats=on_nats)),
+                ("queue, group", _source(e)),
+                ("count", f"{e['count']:,}"),
+                ("attempts", str(e["attempts"])),
+                ("last", escape(_when(e["last"]))),
+            ]
+            for e in errors
+        ],
+        first_number=2,
+        last_number=3,
     )
-    return (
-        "<table><tr><th>error</th><th>queue, group</th><th class='n'>count</th><th class='n'>attempts</th>"
-        "<th>last</th></tr>" + rows + "</table>"
-    )
+
+
+def _error(e: dict[str, Any], *, on_nats: bool) -> str:
+    """An error, the letters that have it, and the command that goes on from there."""
+    ids = e.get("ids", [])
+    parts = [f"<b>{escape(e['error'])}</b>", f"<small>for example: {escape(e['example'] or '')}</small>"]
+    if ids:
+        which = "letter" if len(ids) == 1 else "first and last letter"
+        parts.append(f"<small>{which}: {', '.join(f'<code>{escape(one)}</code>' for one in ids)}</small>")
+    if on_nats:
+        command = f"nats stream get SETTLED_DEAD_LETTERS {ids[-1]}" if ids else ""
+    else:
+        chosen = ("--queue", e["queue"], "--group", e["consumer_group"], "--error", pattern_of(e["error"]))
+        command = shlex.join(["settled", "pipeline", "redrive", *chosen, "--dry-run"])
+    if command:
+        parts.append(f"<code>{escape(command)}</code>")
+    return "<br>".join(parts)
+
+
+def pattern_of(error: str) -> str:
+    r"""A regular expression for an error whose parts that differ were taken out.
+
+    >>> print(pattern_of("bank # is away (code '…')"))
+    bank .* is away \(code .*\)
+    """
+    texts = re.split("#|<id>|'…'", error)
+    return ".*".join(re.sub(r"([][().*+?{}|^$\\])", r"\\\1", text) for text in texts)
 
 
 def _lag(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return _nothing("No group has read yet.")
-    body = "".join(
-        f"<tr><td>{escape(r['queue'])}</td><td>{escape(r['consumer_group'])}</td>"
-        f'<td class="n">{r["partitions"]}</td>'
-        f'<td class="n">{r["waiting"]:,}</td><td class="n">{r["failing"]:,}</td></tr>'
-        for r in rows
-    )
-    return (
-        "<table><tr><th>queue</th><th>group</th><th class='n'>partitions</th><th class='n'>waiting</th>"
-        "<th class='n'>to be retried</th></tr>" + body + "</table>"
+    return _table(
+        [
+            [
+                ("queue", escape(r["queue"])),
+                ("group", escape(r["consumer_group"])),
+                ("partitions", str(r["partitions"])),
+                ("waiting", f"{r['waiting']:,}"),
+                ("to be retried", f"{r['failing']:,}"),
+            ]
+            for r in rows
+        ],
+        first_number=2,
     )
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812
 
 from settled.queue.errors import NotFound
+from settled.queue.janitor import JOURNAL_DAYS
 from settled.queue.manifest import Link
 from settled.spark.jobs import alerts
 from settled.spark.jobs.checks import check_report
@@ -78,6 +79,8 @@ def of_streams(
         )
         if others or not groups:
             _mark_unknown(figures, any_books=bool(groups))
+        for alert, rule in zip(figures["alerts"], alerts.RULES, strict=True):
+            alert["router_alert"] = rule.router
         return {
             **figures,
             "streams": True,
@@ -108,8 +111,9 @@ def compute(
                 raise NotFound("queue", queue)
             tables = [table(spark, link, name, since, until, queue) for name in TABLES]
             lag, failing = (snapshot(spark, link, name, now, queue) for name in ("lag", "failing"))
+            pushed = query(link, "pushed", queue=queue, days=JOURNAL_DAYS) if hours is None else []
     else:
-        folder = Path(source)
+        folder, pushed = Path(source), []
         everything = {name: _exported(spark, folder, name, queue) for name in (*TABLES, "lag")}
         if queue is not None and all(one.isEmpty() for one in everything.values()):
             raise NotFound("queue", queue)
@@ -121,7 +125,8 @@ def compute(
     lag_at = found[0]["at"] if found else now
     rows = [{name: value for name, value in row.items() if name != "at"} for row in found]
     try:
-        return _figures(*tables, lag=rows, lag_at=lag_at, now=now, queue=queue)
+        figures = _figures(*tables, lag=rows, lag_at=lag_at, now=now, queue=queue)
+        return {**figures, "books": _books(pushed, tables[0], rows)}
     finally:
         for one in tables:
             one.unpersist()
@@ -153,6 +158,9 @@ def _figures(
         r["kind"]: r["n"] for r in settlements.groupBy("kind").agg(F.sum("messages").alias("n")).collect()
     }
     errors = _classes(dead)
+    throughput = _throughput(settlements, width)
+    # What waits, or is to come again, may still bring a rule to fire.
+    at_rest = bool(lag) and not any(row["waiting"] or row["failing"] for row in lag)
     return {
         "made_at": now.isoformat(timespec="seconds"),
         "queue": queue,
@@ -165,7 +173,8 @@ def _figures(
             "dead": kinds.get("dead", 0),
         },
         "bucket_seconds": width,
-        "throughput": _throughput(settlements, width),
+        "throughput": throughput,
+        "rate": _rate(throughput, width, first, last),
         "latency": _percentiles(waits, width),
         "in_hand": _percentiles(settlements.where("kind = 'settled' and seconds is not null"), width),
         "redeliveries": _redeliveries(settlements),
@@ -173,8 +182,49 @@ def _figures(
         "dead_letters": {"errors": errors, "total": sum(e["count"] for e in errors)},
         "lag": lag,
         "lag_at": _iso(lag_at),
-        "alerts": alerts.evaluate(settlements, now),
+        "alerts": alerts.evaluate(settlements, now, at_rest=at_rest),
     }
+
+
+def _rate(
+    throughput: list[dict[str, Any]], width: float, first: datetime | None, last: datetime | None
+) -> dict[str, float | None]:
+    """Messages acknowledged or dead in a second: on average over the time, and at most."""
+    done = [row["acked"] + row["dead"] for row in throughput]
+    seconds = (last - first).total_seconds() if first is not None and last is not None else 0.0
+    return {
+        "average": sum(done) / seconds if seconds >= 1 else None,
+        "peak": max(done, default=0) / width,
+        "seconds": seconds,
+    }
+
+
+def _books(
+    pushed: list[dict[str, Any]], settlements: DataFrame, lag: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What became of all that was pushed, group by group; what is lost is None where it cannot be known."""
+    sums = settlements.groupBy("queue", "consumer_group", "kind").agg(F.sum("messages").alias("n")).collect()
+    kinds = {(r["queue"], r["consumer_group"], r["kind"]): r["n"] for r in sums}
+    waits = {(r["queue"], r["consumer_group"]): (r["waiting"], r["failing"]) for r in lag}
+    found = []
+    for row in pushed:
+        key = (row["queue"], row["consumer_group"])
+        acked, dead = (
+            sum(kinds.get((*key, kind), 0) for kind in some)
+            for some in (("settled", "auto_ack"), ("dead", "dropped"))
+        )
+        waiting, failing = waits.get(key, (0, 0))
+        rest = row["pushed"] - acked - dead - waiting - failing - row["removed"]
+        # A dead letter that was sent again is settled twice, and a group that was moved reads twice.
+        whole = row["whole"] and rest >= 0 and (*key, "seek") not in kinds
+        found.append(
+            {
+                "queue": key[0], "consumer_group": key[1], "pushed": row["pushed"], "acked": acked,
+                "dead": dead, "waiting": waiting, "failing": failing, "removed": row["removed"],
+                "lost": rest if whole else None,
+            }
+        )  # fmt: skip
+    return found
 
 
 def _iso(at: datetime | None) -> str | None:
@@ -270,8 +320,12 @@ def _classes(dead: DataFrame) -> list[dict[str, Any]]:
         F.count("*").alias("count"),
         F.max("at").alias("last"),
         F.first("error").alias("example"),
+        F.min_by("id", F.struct("at", "id")).alias("first_id"),
+        F.max_by("id", F.struct("at", "id")).alias("last_id"),
         F.max("attempts").alias("attempts"),
     )
+    found = [r.asDict() for r in rows.orderBy(F.desc("count")).limit(50).collect()]
     return [
-        {**r.asDict(), "last": _iso(r["last"])} for r in rows.orderBy(F.desc("count")).limit(50).collect()
+        {**row, "last": _iso(row["last"]), "ids": sorted({row.pop("first_id"), row.pop("last_id")})}
+        for row in found
     ]
