@@ -20,9 +20,11 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from settled.queue.embedded import EmbeddedPostgres
-from settled.spark import attempt, read_queue, settle
+from settled.spark import attempt, read_queue, settle, settle_each, to_parquet
+from settled.spark.source import SettledSource
 from settled.spark.startup import packaged_java, prepare
-from tests.spark.conftest import Run, Shop
+from tests.spark import mortal
+from tests.spark.conftest import Run, Shop, finished
 
 ORDERS = 1000
 BAD = ORDERS // 10
@@ -281,3 +283,24 @@ def test_over_spark_connect(shop: Shop, tmp_path: Path) -> None:
         assert process.wait(300) == 0, process.output()  # type: ignore[attr-defined]
     totals = shop.totals(told["queue"])
     assert (totals["acked"], totals["retried"]) == (ORDERS - BAD, BAD)
+
+
+@pytest.mark.parametrize("point", ["plan", "write", "before", "after"])
+def test_a_python_process_that_is_killed_while_a_batch_is_written_and_settled_ends_no_query(
+    spark: SparkSession, shop: Shop, tmp_path: Path, checkpoint: str, point: str
+) -> None:
+    """Defect S20."""
+    queue = shop.queue()
+    shop.push(queue, [{"id": i} for i in range(40)])
+    (tmp_path / point).touch()
+    spark.dataSource.register(mortal.source(str(tmp_path)))
+    try:
+        df = read_queue(spark, queue, "g", url=shop.dsn).transform(attempt(charge))
+        writer = settle_each(df, to_parquet(str(tmp_path / "table")), to=queue + "-out")
+        finished(writer.option("checkpointLocation", checkpoint))
+    finally:
+        spark.dataSource.register(SettledSource)
+    assert (tmp_path / f"{point}.done").exists()
+    results = [one["invoice"] for lane in shop.pop_all(queue + "-out").values() for one in lane]
+    assert sorted(results) == [i for i in range(40) if i % 10 != 7]
+    assert spark.read.parquet(str(tmp_path / "table")).count() == 36

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 Transform = Callable[[DataFrame], DataFrame]
 POLICY = ("auto_ack", "on_error", "requeue_count", "requeue_delay", "dont_ack_delay")
+CRASHED = "Python worker exited unexpectedly"
+SETTLE_TRIES = 3
+log = logging.getLogger("settled.spark")
 WITH_THE_SOURCE = 2**20  # characters of a handler that may go with each task; Spark sends a UDF only once
 
 
@@ -343,7 +347,22 @@ def settle_batch(df: DataFrame, batch_id: int | None = None, to: str | None = No
     Rows are computed anew for each use: `persist()` the DataFrame first, or the handler runs twice.
     """
     options = sink_options(df, to)
-    settling(df, to).write.format("settled").mode("append").options(**options).save()
+    writer = settling(df, to).write.format("settled").mode("append").options(**options)
+    for left in reversed(range(SETTLE_TRIES)):
+        try:
+            writer.save()
+        except Exception as error:
+            # Spark tries a task again, but no process beside the driver. To settle twice changes nothing.
+            if not left or not process_died(error):
+                raise
+            log.warning("batch %s: a Python process beside the driver died; it is settled again", batch_id)
+        else:
+            return
+
+
+def process_died(error: Exception) -> bool:
+    """Whether a Python process beside the driver was killed, and not one that ran a task, four times over."""
+    return CRASHED in str(error) and "Job aborted" not in str(error)
 
 
 def settle_each(
