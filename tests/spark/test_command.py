@@ -18,7 +18,7 @@ from settled.spark.command import app, told_by
 
 DSN = "postgresql://nobody@127.0.0.1:1/none"
 pytestmark = pytest.mark.usefixtures("signals")
-ZEROS = "batches=0 acked=0 retried=0 dead=0 released=0 pushed=0 waiting=0 failing=0\n"
+ZEROS = "batches=0 acked=0 retried=0 dead=0 released=0 pushed=0 waiting=0 failing=0 removed=0\n"
 
 
 def told(*arguments: str) -> tuple[int, str]:

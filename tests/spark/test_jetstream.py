@@ -229,8 +229,9 @@ def check_the_guide(
     assert alone["only_dead_letters"] == [{"queue": "CAF_RESULTS", "consumer_group": "router-results"}]
     assert alone["from"] is not None
     alerts = {alert["name"]: alert for alert in alone["alerts"]}
-    assert not alerts["RouterJetStreamHighRedeliveryRate"]["known"]
-    assert alerts["RouterCAFRetryExhausted"]["worst_rate"] > 0
+    assert not alerts["HighRedeliveryRate"]["known"]
+    assert alerts["RetriesExhausted"]["worst_rate"] > 0
+    assert alerts["RetriesExhausted"]["router_alert"] == "RouterCAFRetryExhausted"
     assert "All streams" in page.read_text()
     for name, subjects in (("ORDERS", ["orders.>"]), ("INVOICES", ["invoices.>"])):
         stall.call(lambda js, n=name, s=subjects: js.add_stream(name=n, subjects=s, allow_direct=True))

@@ -14,7 +14,9 @@ from nats.js.api import RetentionPolicy
 
 from settled.queue.errors import BadRequest, Conflict, Fenced, NotFound
 from settled.spark.jetstream import outbox, reader, staging
+from settled.spark.jetstream.books import Totals
 from settled.spark.jetstream.bucket import STREAM
+from settled.spark.jetstream.history import Watch
 from settled.spark.jetstream.staging import Staging
 from tests.nats.servers import Server, server
 from tests.spark.stall import Stall
@@ -219,8 +221,13 @@ def test_messages_that_are_removed_meanwhile_are_reported_and_no_error(
     assert (settled.messages, settled.acked) == (5, 5)
     assert "5 messages of batch 2 were removed from the stream" in caplog.text
     stall.call(lambda js: js.purge_stream(stream))
-    assert query.batch() is None
+    with Watch(stall.url) as watch:  # what the summary of a run is made of; defect S20
+        unbooked = watch.progress(stream, "g", Totals())
+        assert query.batch() is None
+        booked = watch.progress(stream, "g", Totals())
     assert "sequences 11 to 20 were removed" in caplog.text
+    assert (unbooked["removed"], booked["removed"], booked["waiting"]) == (15, 15, 0)
+    assert stall.totals(stream)["removed"] == 15
     stall.put(stream, [{}])
     assert query.batch().acked == 1
     assert (stall.books(stream).totals.removed, stall.books(stream).retries) == (15, {})

@@ -145,6 +145,20 @@ class Settled:
     pushed: int
 
 
+def begin_group(link: Link, queue: str, group: str, starting: str = "") -> list[Row]:
+    """Let a group read a queue, if it does not yet; returns its reader, none if there is no such queue."""
+    names = {"queue": queue, "group": group}
+
+    def make(connection: psycopg.Connection[Row]) -> list[Row]:
+        connection.execute(SQL["make_group"], names)
+        if starting:
+            connection.execute(SQL["subscribe"], {**names, "at": starting})
+        connection.execute(SQL["make_reader"], names)
+        return connection.execute(SQL["find_reader"], names).fetchall()
+
+    return link.run(make)
+
+
 class Reader:
     """One holder's hold on a group's batches of a queue."""
 
@@ -163,16 +177,7 @@ class Reader:
     def row(self) -> Row:
         """The reader as it is stored; it is made when it is first asked for."""
         if self._row is None:
-            names = {"queue": self.queue, "group": self.group}
-
-            def make(connection: psycopg.Connection[Row]) -> list[Row]:
-                connection.execute(SQL["make_group"], names)
-                if self._starting:
-                    connection.execute(SQL["subscribe"], {**names, "at": self._starting})
-                connection.execute(SQL["make_reader"], names)
-                return connection.execute(SQL["find_reader"], names).fetchall()
-
-            rows = self.link.run(make)
+            rows = begin_group(self.link, self.queue, self.group, self._starting)
             if not rows:
                 raise NotFound("queue", self.queue)
             if rows[0]["encrypted"]:

@@ -32,7 +32,7 @@ Url = Annotated[
 ]
 Queue = Annotated[str | None, typer.Option(help="Only this queue.")]
 _NOTHING = dict.fromkeys(
-    ("batches", "acked", "retried", "dead", "released", "pushed", "waiting", "failing"), 0
+    ("batches", "acked", "retried", "dead", "released", "pushed", "waiting", "failing", "removed"), 0
 )
 Master = Annotated[
     str | None,
@@ -122,6 +122,12 @@ def run_command(
     came = None if told.is_set() else _apart(work)
     if came is not None and sys.stderr.isatty():
         typer.echo(err=True)
+    if came is not None and came.removed:
+        typer.echo(
+            f"settled: {came.removed:,} messages are gone unsettled: somebody purged {queue!r}, or its "
+            "limits removed them before they were read",
+            err=True,
+        )
     _summary(_NOTHING if came is None else {name: getattr(came, name) for name in _NOTHING})
 
 
@@ -298,7 +304,7 @@ def _listen(told: threading.Event) -> None:
 
     def tell(*_: object) -> None:
         told.set()
-        logging.getLogger("py4j").setLevel(logging.CRITICAL)  # Spark may be told too, and be gone
+        logging.disable()  # Spark may be told too, and be gone
         for one in (signal.SIGINT, signal.SIGTERM):
             signal.signal(one, signal.default_int_handler)
 
@@ -377,7 +383,7 @@ def _session(master: str | None, conf: dict[str, str]) -> Any:
     try:
         from pyspark.logger import PySparkLogger
 
-        from settled.spark.startup import session
+        from settled.spark.startup import keep_quiet, session
     except ImportError as error:
         typer.echo(f"settled: this needs Spark ({error}): pip install 'settled[spark]'", err=True)
         raise typer.Exit(2) from None
@@ -386,9 +392,11 @@ def _session(master: str | None, conf: dict[str, str]) -> Any:
     for name in ("DataFrameQueryContextLogger", "SQLQueryContextLogger"):
         PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)  # an error is told once, in our words
     try:
-        return session("settled pipeline", master, conf, log=log, quick=True)
+        spark = session("settled pipeline", master, conf, log=log, quick=True)
     except Exception as error:
         _fail(error)
+    keep_quiet(spark)
+    return spark
 
 
 def _log() -> Path:

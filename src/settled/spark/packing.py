@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from settled.queue.errors import Conflict
 from settled.spark.source import SettledSource
@@ -31,13 +31,16 @@ def send(spark: SparkSession, module: str, files: Iterable[str] = ()) -> list[st
     On one machine its processes find the same modules as this one, and nothing is sent. `files` are the
     user's own: .py, .zip, .egg or .whl.
     """
-    context = spark.sparkContext
-    master = context.master or ""
+    context: Any = getattr(spark, "sparkContext", None)  # Spark Connect has none
+    master = context.master if context is not None else ""
     local = master.startswith("local") and not master.startswith("local-cluster")
     parts = [] if local else own_parts(module)
     sent = [*files, *([_archive(module, parts)] if parts else [])]
     for file in sent:
-        context.addPyFile(file)
+        if context is None:
+            spark.addArtifacts(file, pyfile=True)
+        else:
+            context.addPyFile(file)
     if sent:
         spark.dataSource.register(SettledSource)  # a source has the files that were there when it was named
     return sorted(path.stem for path in parts)

@@ -135,6 +135,14 @@ def _launch(own: dict[str, str], *, quick: bool) -> dict[str, str]:
     return found
 
 
+def keep_quiet(spark: SparkSession) -> None:
+    """Let Spark's accumulators end without a traceback when the JVM is gone; who calls it hears of that."""
+    context = getattr(spark, "sparkContext", None)  # Spark Connect has none
+    server = getattr(context, "_accumulatorServer", None)
+    if server is not None:
+        server.handle_error = lambda *_: None
+
+
 @contextmanager
 def _driver_options(*, quick: bool) -> Iterator[None]:
     """Start a JVM with our options in front of those it is given."""

@@ -65,7 +65,8 @@ select q.name as queue, g.name as consumer_group, count(*) filter (where l.next_
                                              where e.lane_id = l.id and e.group_id = g.id and not e.parked) else 0 end
                    ), 0)::bigint as waiting,
        (select count(*) from exception e join lane x on x.id = e.lane_id
-         where x.queue_id = q.id and e.group_id = g.id) as failing
+         where x.queue_id = q.id and e.group_id = g.id) as failing,
+       coalesce(sum(l.next_seq), 0)::bigint as head, statement_timestamp() as at
   from queue q cross join consumer_group g
   left join lane l on l.queue_id = q.id
   left join consumer c on c.lane_id = l.id and c.group_id = g.id
@@ -75,6 +76,12 @@ select q.name as queue, g.name as consumer_group, count(*) filter (where l.next_
         or exists (select from subscription s where s.queue_id = q.id and s.group_id = g.id)
         or exists (select from consumer o join lane x on x.id = o.lane_id where x.queue_id = q.id and o.group_id = g.id))
  group by q.id, g.id order by 1, 2
+
+-- name: settled_since
+select coalesce(sum(u.n), 0)::bigint as messages
+  from journal j, unnest(j.lanes, j.groups, j.counts) u (lane, grp, n)
+  join lane l on l.id = u.lane join queue q on q.id = l.queue_id join consumer_group g on g.id = u.grp
+ where j.at >= %(at)s and j.kind in ('settled', 'auto_ack', 'dead', 'dropped') and q.name = %(queue)s and g.name = %(group)s
 
 -- name: segments_of
 select s.first_seq, s.n, (extract(epoch from s.created_at) * 1000000)::bigint as created, s.body

@@ -202,6 +202,17 @@ def claim(
     return Manifest(books.newest + 1, span.first, end, pieces, now, missed)
 
 
+def skip(books: Books, span: Span) -> Books | None:
+    """The books after messages that are gone and that nothing came behind; None if there are none.
+
+    Under a filter nobody knows how many of them were the group's.
+    """
+    if books.terms.subjects or not span.missed:
+        return None
+    totals = msgspec.structs.replace(books.totals, removed=books.totals.removed + span.missed)
+    return msgspec.structs.replace(books, cursor=books.cursor + span.missed, totals=totals)
+
+
 def cut(first: int, end: int, due: list[int], tasks: int) -> tuple[Piece, ...]:
     """A batch in pieces of about the same size."""
     total = end - first + len(due)

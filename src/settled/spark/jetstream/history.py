@@ -56,7 +56,21 @@ class Watch:
         books = self.books(stream, group)
         if books is None:
             return {**_minus(after, after), "waiting": 1, "failing": 0}
-        return {**_minus(books.totals, after), **self._lag(stream, books)}
+        counts = {**_minus(books.totals, after), **self._lag(stream, books)}
+        counts["removed"] += self._missed(stream, books)
+        return counts
+
+    def _missed(self, stream: str, books: Books) -> int:
+        """Messages before the group that are gone, and that its books do not know of yet."""
+
+        async def work(connection: Connection) -> int:
+            try:
+                info = await connection.jetstream.stream_info(stream)
+            except nats.js.errors.NotFoundError:
+                return 0
+            return max(info.state.first_seq - books.cursor, 0)
+
+        return 0 if books.terms.subjects or books.open is not None else self.link.run(work)
 
     def _lag(self, stream: str, books: Books) -> dict[str, int]:
         cursor, subjects = books.cursor, books.terms.subjects
@@ -154,8 +168,7 @@ def tables(
 
 
 def _minus(now: Totals, before: Totals) -> dict[str, int]:
-    names = (name for name in now.__struct_fields__ if name != "removed")
-    return {name: getattr(now, name) - getattr(before, name) for name in names}
+    return {name: getattr(now, name) - getattr(before, name) for name in now.__struct_fields__}
 
 
 def lane_of(stream: str) -> int:

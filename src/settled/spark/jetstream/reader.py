@@ -232,7 +232,10 @@ class Reader:
                 tasks=settings.tasks if settings.ordering in ("queue", "none") else 1,
             )
             if batch is None:
-                return None
+                skipped = ledger.skip(now, span)
+                if skipped is None or self._write(skipped, value) is not None:
+                    return None
+                continue
             now = msgspec.structs.replace(
                 ledger.forgetting(now), open=batch, newest=batch.number, serving=batch.number
             )

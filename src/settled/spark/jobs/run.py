@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pyspark.errors import StreamingQueryException
 
-from settled.queue.manifest import Link
-from settled.spark.frames import attempt, read_queue, settle, settle_each
+from settled.queue.manifest import Link, begin_group
+from settled.spark.frames import attempt, process_died, read_queue, settle, settle_each
 from settled.spark.options import is_nats
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("settled.spark")
 STARTS = 5
 _TOO_SLOW = "Python worker failed to connect back"
+_WORDLESS = re.compile(r"terminated with exception:\s+SQLSTATE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,10 @@ class Progress:
     pushed: int
     waiting: int
     failing: int
-    seconds: float
+    removed: int = 0
+    """Messages that were there, or came, and are gone unsettled: the stream or queue was purged, or its
+    limits are too tight. Of a queue it is counted at the end of the run."""
+    seconds: float = 0.0
     """From claim to settlement, over all batches: Spark's start and idle times are not counted."""
 
     def line(self) -> str:
@@ -94,13 +99,16 @@ def run(
     `result` and `policy` are as `attempt()` takes them, other options as `read_queue()` does.
 
     Ends when the query is stopped, when `stop` is set, on Ctrl-C, or with `until_empty` when nothing waits
-    and nothing is to be retried. Spark gives a Python process ten seconds to start; on a machine that is too
-    busy for that the query is started again, a few times: nothing of its batch was read.
+    and nothing is to be retried. The query is started again, a few times, when a Python process of it does
+    not start within Spark's ten seconds, or one beside the driver is killed: its batch is repeated.
     """
     with _watch(url) as link:
         df = read_queue(spark, queue, group, url=url, **options)
         df = df.transform(attempt(handler, result=result, **(policy or {})))
         after = _settled(link, queue, group)
+        if isinstance(link, Link):
+            begin_group(link, queue, group, options.get("starting", ""))
+        before = _standing(link, queue, group)
         started = time.monotonic()
         if isinstance(after, int) and after and ":/" not in checkpoint and not Path(checkpoint).exists():
             log.warning(
@@ -113,42 +121,46 @@ def run(
             )
         writer = settle(df, to) if write is None else settle_each(df, write, to)
         writer = writer.option("checkpointLocation", checkpoint)
+
+        def progress() -> Progress:
+            return _progress(link, queue, group, after, time.monotonic() - started)
+
         query: StreamingQuery = writer.start()
-        starts = 1
+        starts, batches = 1, 0
         try:
             while True:
                 try:
-                    query.awaitTermination(every)  # type: ignore[arg-type]
+                    ended = query.awaitTermination(every)  # type: ignore[arg-type]
                 except StreamingQueryException as error:
-                    if starts == STARTS or not too_slow(error):
+                    why = passing(error)
+                    if starts == STARTS or why is None or (stop is not None and stop.is_set()):
                         raise
                     starts += 1
                     log.warning(
-                        "queue %r, group %r: a Python process did not start within Spark's 10 s, the machine "
-                        "is too busy; the query is started again (%d of %d)",
+                        "queue %r, group %r: a Python process %s; the query is started again (%d of %d)",
                         queue,
                         group,
+                        why,
                         starts,
                         STARTS,
                     )
-                    query = writer.start()
-                progress = _progress(link, queue, group, after, time.monotonic() - started)
-                on_progress(progress)
-                if not query.isActive or (until_empty and not progress.waiting and not progress.failing):
-                    return progress
-                if stop is not None and stop.is_set():
-                    query.stop()
-                    return _progress(link, queue, group, after, time.monotonic() - started)
+                    query, ended = writer.start(), False
+                now = progress()
+                on_progress(now)
+                if now.batches > batches:
+                    starts, batches = 1, now.batches
+                empty = until_empty and not now.waiting and not now.failing
+                if ended or empty or (stop is not None and stop.is_set()):
+                    break
         except KeyboardInterrupt:
-            query.stop()
-            return _progress(link, queue, group, after, time.monotonic() - started)
+            pass  # as if we were told to stop
         except Exception:
+            # Who told us told Spark's processes too; what was settled is in the books.
             if stop is None or not stop.is_set():
                 raise
-            # Who told us told Spark's processes too; what was settled is in the books.
-            return _progress(link, queue, group, after, time.monotonic() - started)
         finally:
             end(query, stop)
+        return _with_removed(progress(), link, queue, group, before)
 
 
 def end(what: StreamingQuery | SparkSession, told: threading.Event | None) -> None:
@@ -162,9 +174,13 @@ def end(what: StreamingQuery | SparkSession, told: threading.Event | None) -> No
             raise
 
 
-def too_slow(error: Exception) -> bool:
-    """Whether a query failed only because a process of it did not start in time."""
-    return _TOO_SLOW in str(error)
+def passing(error: Exception) -> str | None:
+    """Why a query failed, if only a process of it did: nothing of its batch was settled, or all of it."""
+    text = str(error)
+    if _TOO_SLOW in text:
+        return "did not start within Spark's 10 s, the machine is too busy"
+    # Of a process for the offsets that is gone Spark has nothing to say.
+    return "beside the driver was killed" if process_died(error) or _WORDLESS.search(text) else None
 
 
 def _watch(url: str) -> Any:
@@ -182,6 +198,30 @@ def _settled(link: Any, queue: str, group: str) -> Any:
         return link.totals(queue, group)
     rows = link.rows("find_reader", queue=queue, group=group)
     return link.rows("last_settled", reader=rows[0]["id"])[0]["number"] if rows else 0
+
+
+def _standing(link: Any, queue: str, group: str) -> dict[str, Any] | None:
+    """What a group has before it on a queue, and how far the queue is."""
+    if not isinstance(link, Link):
+        return None
+    rows = link.rows("lag", queue=queue, group=group)
+    return rows[0] if rows else None
+
+
+def _with_removed(
+    came: Progress, link: Any, queue: str, group: str, before: dict[str, Any] | None
+) -> Progress:
+    """With what is gone unsettled: was there or came, and is neither settled nor there."""
+    after = _standing(link, queue, group)
+    if before is None or after is None:
+        return came
+    left = after["waiting"] + after["failing"]
+    gone = before["waiting"] + before["failing"] + after["head"] - before["head"] - left
+    if gone <= came.acked + came.dead:
+        return came
+    # Somebody else may have settled for the group too.
+    settled = link.rows("settled_since", queue=queue, group=group, at=before["at"])[0]["messages"]
+    return replace(came, removed=max(gone - settled, 0))
 
 
 def _progress(link: Any, queue: str, group: str, after: Any, elapsed: float) -> Progress:
