@@ -7,8 +7,9 @@ import subprocess
 import sys
 from typing import Any
 
-from settled import codec
-from settled.spark.attempts import Attempts, Rows
+from settled import App, Backoff, codec
+from settled.spark.attempts import Attempts, Job, Rows
+from settled.spark.frames import policy_of
 from settled.spark.shipping import loads
 from tests.spark import shipped
 
@@ -21,6 +22,17 @@ def attempted(text: str, payloads: list[Any]) -> tuple[list[Any], list[str | Non
     )
     results = [None if r is None else json.loads(r) for r in done.results]
     return results, [error for _, _, error in done.failed.values()]
+
+
+def test_a_subscribers_backoff_is_how_long_a_failed_row_stays_away() -> None:
+    def fail(order: dict[str, int]) -> None:
+        raise OSError("the bank is away")
+
+    for backoff, delay in ((Backoff(initial=3, maximum=9, jitter=0), 6.0), (None, None)):
+        policy = policy_of(App("memory://").subscriber("orders", backoff=backoff)(fail), {})
+        attempts = Attempts(Job(fail, policy, {}, "orders", "g", in_order=False))
+        done = attempts.run(Rows(lanes=1, blob=b"{}", offsets=[0, 2], seqs=[0], attempts=[2]))
+        assert done.failed == {0: ("retry", delay, "OSError: the bank is away")}
 
 
 def test_types_of_main_arrive_as_they_were() -> None:

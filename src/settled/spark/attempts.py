@@ -342,6 +342,8 @@ class Attempts:
         if settlement.stop:
             raise settlement.errors[0]  # not the message's fault: nothing of this batch is settled
         action = asked if asked is not None else settlement.action
+        if action == Requeue(None) and policy.backoff is not None:
+            action = Requeue(policy.backoff.wait(number))  # before the queue's own, as in a pump
         # A pump pauses for a while, or the broker does: here it is the message that stays away so long.
         pause = self._job.lease_seconds if isinstance(action, Leave) else settlement.pause
         outcome = to_outcome(action, error, pause)

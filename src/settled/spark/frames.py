@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 Transform = Callable[[DataFrame], DataFrame]
-POLICY = ("auto_ack", "on_error", "requeue_count", "requeue_delay", "dont_ack_delay")
+POLICY = ("auto_ack", "on_error", "requeue_count", "requeue_delay", "dont_ack_delay", "backoff")
 CRASHED = "Python worker exited unexpectedly"
 SETTLE_TRIES = 3
 log = logging.getLogger("settled.spark")

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from settled.backoff import AFTER_NAK
 from settled.queue.errors import Conflict
 from settled.spark.attempts import DEAD, INVALID, RELEASE, RETRY
 
 EXHAUSTED = "exhausted"
 """A retry that had no attempt left: a dead letter too."""
-ATTEMPTS, DELAY, LONGEST = 3, 1.0, 3600.0
+ATTEMPTS = 3
 ROWS_A_TASK = 5_000
 
 
@@ -28,10 +29,10 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     dead_letter: str = ""
 
     def delay(self, attempts: int) -> float:
-        """How long to wait after so many attempts: the backoff, or a second, doubled each time."""
+        """How long to wait after so many attempts: the consumer's backoff, or the default."""
         if self.backoff:
             return self.backoff[min(attempts, len(self.backoff)) - 1]
-        return min(DELAY * 2.0 ** min(attempts - 1, 30), LONGEST)
+        return AFTER_NAK.wait(attempts)
 
     def exhausted(self, attempts: int) -> bool:
         """Whether there is no attempt after so many."""
