@@ -12,7 +12,7 @@ from settled.queue.engine import Engine
 from settled.queue.errors import Conflict, Fenced
 from settled.queue.manifest import Reader
 from settled.queue.types import AckItem, PushItem
-from tests.queue.helpers import push
+from tests.queue.helpers import ids, pop, push
 
 MANY = 10_000
 
@@ -178,3 +178,45 @@ def test_nobody_else_settles_a_message_of_an_open_batch_until_its_query_is_gone(
         assert [seq for seq in seqs if seq in left] == seqs
         done = reader.settle(number, [], 0, 0)
         assert (done.messages, done.acked) == (3, 3)
+
+
+def test_an_open_batch_whose_leases_ran_out_is_no_delivery_without_a_verdict(dsn: str) -> None:
+    """Defect Q2."""
+    _fill(dsn, 5, unsettledLimit=1)
+    reader = Reader(dsn, "q", "g", str(uuid4()), 60)
+    with reader.link:
+        reader.hold(streaming=False)
+        _batch(reader, 10)
+        for _ in range(3):
+            reader.link.get().execute("update consumer set lease_until = clock_timestamp()")
+            number, _, seqs = _batch(reader, 10)  # the same one again
+            assert (number, seqs) == (1, [0, 1, 2, 3, 4])
+        reader.link.get().execute("update consumer set lease_until = clock_timestamp()")
+
+    async def body() -> None:
+        async with await Engine.open(dsn) as engine:
+            popped = await pop(engine, "q", group="g")
+            assert len(ids(popped)) == 5
+            assert await engine._core.pool.fetchval("select count(*) from lost_lease") == 0
+
+    asyncio.run(body())
+
+
+def test_a_lease_that_a_pop_lost_is_counted_when_a_batch_takes_its_messages(dsn: str) -> None:
+    """Defect Q2."""
+    _fill(dsn, 5)
+
+    async def body() -> None:
+        async with await Engine.open(dsn) as engine:
+            assert len(ids(await pop(engine, "q", group="g"))) == 5
+            await engine._core.pool.fetch("update consumer set lease_until = clock_timestamp()")
+
+    asyncio.run(body())
+    with (reader := Reader(dsn, "q", "g", str(uuid4()), 60)).link:
+        reader.hold(streaming=False)
+        number, lane, seqs = _batch(reader, 10)
+        assert seqs == [0, 1, 2, 3, 4]
+        reader.settle(number, [_stage(reader, lane, [2], "dead")], 1, 0)
+        connection = reader.link.get()
+        assert connection.execute("select unsettled from dead_letter").fetchall() == [{"unsettled": 1}]
+        assert connection.execute("select times from lost_lease").fetchall() == []

@@ -93,9 +93,11 @@ async def test_what_waits_for_a_retry_or_behind_one_does_not_live_longer(engine:
 async def test_a_young_retry_is_not_too_old_because_its_neighbour_is(engine: Engine) -> None:
     await engine.configure("q", {"retry": "parked", "ttl": 30, "retryDelay": 0})
     await push(engine, "q", "old")
-    await _age(engine, 60)
     await push(engine, "q", "young")
     taken = await pop(engine, "q", partition="Default")
+    await engine._core.pool.fetch(
+        "update segment set created_at = created_at - interval '60 s' where first_seq = 0"
+    )
     await settle(engine, taken, "failed", "young")
     await settle(engine, taken, "retry", "old")
     assert (await engine.tidy())["expired"] == 1

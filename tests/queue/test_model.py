@@ -54,6 +54,7 @@ class Both(RuleBasedStateMachine):
             "retryDelay": RETRY_DELAY * 1000,
             "retryLimit": RETRY_LIMIT,
             "retry": retry,
+            "unsettledLimit": 0,
         }
         self.run(self.engine.configure(self.queue, options))
         for lane in LANES:

@@ -339,7 +339,7 @@ async def test_what_was_held_back_comes_when_the_queue_does_not_ask_for_it_any_m
         await one.configure(option, {option: 600})
         await push(one, option, "a")
         assert ids(await pop(one, option)) == ids(await pop(two, option)) == []
-        await one.configure(option, {})
+        await one.configure(option, {option: None})
         assert ids(await pop(two, option, wait=10)) == ["a"]
         await push(one, option, "b", partition="other")
         assert ids(await pop(one, option, wait=10)) == ["b"]

@@ -208,6 +208,7 @@ class DeadLetter(Struct, frozen=True, rename="camel"):
     data: Any = None
     error_message: str | None = None
     headers: dict[str, str] | None = None
+    unsettled_count: int = 0
 
 
 class DeadLetters(Struct, frozen=True):

@@ -12,7 +12,7 @@ import asyncpg
 from settled.queue.acks import AckQueue, Acks, bit_string, settle_shortly
 from settled.queue.db import Link
 from settled.queue.errors import BadRequest, Unavailable
-from settled.queue.marks import LEASE_LOST, SETTLED_BEFORE, Mark, Settlement, overlaps, refusal
+from settled.queue.marks import LEASE_LOST, SETTLED_BEFORE, UNPROVEN, Mark, Settlement, overlaps, refusal
 from settled.queue.turns import Turns
 from settled.queue.types import AckItem, AckResult
 
@@ -96,8 +96,10 @@ class Settler:
         if lane is None or group_id is None or self._closing:
             return False
         lease = self._leases.known(lease_id, lane.id, group_id)
-        mask = lease.mask(transaction_ids) if lease is not None else 0
-        if lease is None or not mask:
+        if lease is None or (not lease_id and lease.lost != []):  # who says no lease may mean another
+            return False
+        mask = lease.mask(transaction_ids)
+        if not mask:
             return False
         self.plain.pending.append(Acks(lane, lease, mask, len(transaction_ids), done))
         self._turns.ring(len(self.plain.pending))
@@ -105,6 +107,12 @@ class Settler:
 
     async def settle(self, items: Sequence[AckItem], group: str, *, atomic: bool) -> list[AckResult]:
         """Settle items and answer in their order."""
+        for partition_id, own in {(i.partition_id, i.group or group) for i in items if not i.lease_id}:
+            lane, group_id = self._registry.lanes_by_uid.get(partition_id), self._registry.groups.get(own)
+            if lane is not None and group_id is not None:
+                lease = self._leases.known(None, lane.id, group_id)
+                if lease is not None:
+                    await self._leases.look(lease)
         return await settle_shortly(self, items, group, atomic=atomic)
 
     async def settle_closely(self, items: Sequence[AckItem], group: str, *, atomic: bool) -> list[AckResult]:
@@ -167,6 +175,10 @@ class Settler:
                 results.append(refusal(item, lane, lease))
                 marks.append(None)
                 continue
+            if not item.lease_id and lease.disputed(seq):
+                results.append(refusal(item, lane, None, UNPROVEN))
+                marks.append(None)
+                continue
             seen.add(seq)
             results.append(None)
             marks.append(Mark(item, lane, lease, seq, kind))
@@ -180,8 +192,12 @@ class Settler:
         if lane is None:
             return None, None
         lease = self._leases.known(item.lease_id or None, lane.id, group_id)
+        if lease is not None and not item.lease_id and lease.place(item.transaction_id) is None:
+            lease = None  # it was over, perhaps, and another worker has handed out the next
         if lease is None:
             lease = await self._leases.find(item.lease_id or None, lane.id, group_id, self._clock.now())
+        if lease is not None and not item.lease_id:
+            await self._leases.look(lease)
         return lane, lease
 
     async def _run(self, link: Link) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from settled.queue.db import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import datetime
+    from collections.abc import Awaitable, Callable, Sequence
 
     from settled.queue.asks import Share
+
+    Clear = Callable[[Any, int, int, str, int], Awaitable[None]]
 
 CLAIM = "select * from claim($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 CLAIM_MANY = (
@@ -20,6 +22,9 @@ CLAIM_MANY = (
 )
 _place = attrgetter("lane_id", "group_id")
 MANY = 3  # lanes; for fewer the careful call is quicker
+UNDELIVERABLE = ("overdue", "unsettled")
+BURIALS = 10
+"""Rounds of burials in one claim; what is left then is for the next one."""
 
 
 class Claimed(NamedTuple):
@@ -37,12 +42,39 @@ class Claimed(NamedTuple):
 
 
 async def claim(
-    link: Any, worker: str, given: list[Share], older_than: float | None
+    link: Any, worker: str, given: list[Share], older_than: float | None, clear: Clear
 ) -> list[tuple[Share, Claimed]]:
     """Hand out messages to shares, to those of one request in the order in which they are given.
 
-    A share that is missing in the answer was not asked: its request had enough from other lanes.
+    A share that is missing in the answer was not asked: its request had enough from other lanes. A message
+    that may not be handed out any more is buried by `clear`, and its lane is asked again.
     """
+    claimed = await _claim(link, worker, given, older_than)
+    for _ in range(BURIALS):
+        buried = [(share, found) for share, found in claimed if found.status in UNDELIVERABLE]
+        if not buried:
+            return claimed
+        claimed = [(share, found) for share, found in claimed if found.status not in UNDELIVERABLE]
+        served = {ask for share, found in claimed if found.status == "ok" for ask in share.asks}
+        again = []
+        for share, found in buried:
+            await clear(link, share.lane_id, share.group_id, found.status, found.first_seq)
+            if served.isdisjoint(share.asks):
+                again.append(share)
+            else:
+                claimed.append((share, _later(found)))
+        claimed += await _claim(link, worker, again, older_than)
+    return [(share, _later(found) if found.status in UNDELIVERABLE else found) for share, found in claimed]
+
+
+def _later(found: Claimed) -> Claimed:
+    """A lane with more to bury, to be asked again at once."""
+    return found._replace(status="blocked", until=datetime.now(UTC))
+
+
+async def _claim(
+    link: Any, worker: str, given: list[Share], older_than: float | None
+) -> list[tuple[Share, Claimed]]:
     if not given:
         return []
     shares = sorted(given, key=_place)

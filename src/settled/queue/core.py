@@ -7,11 +7,13 @@ import logging
 import os
 import secrets
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from settled.queue.ack import Settler
 from settled.queue.activity import Activity, wait_for
 from settled.queue.auditor import Auditor
+from settled.queue.burials import clear_the_way
 from settled.queue.cache import SegmentCache
 from settled.queue.db import Clock, Pool, migrate, sql
 from settled.queue.errors import Unavailable
@@ -64,6 +66,7 @@ class Core:
             self.clock,
             self.pool,
             self.give_back,
+            partial(clear_the_way, self),
             pop_bytes,
         )
         self.switches: dict[str, bool] = {}

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 MAX_PAGE = 10_000
 MAX_OFFSET = 2**53
 MAX_PART = 1_000
+BURY = "select bury($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"
 BY_HAND = "moved to the dead letters by hand"
 
 
@@ -63,6 +64,7 @@ def _letter(row: Any) -> DeadLetter:
         group=row["consumer_group"],
         error=row["error"],
         attempts=row["attempts"],
+        unsettled=row["unsettled"],
         payload=payload,
         content_type=own.pop(TYPE_KEY, kind),
         trace_id=own.pop(TRACE_KEY, None),
@@ -270,7 +272,7 @@ async def bury_message(core: Core, partition_id: str, transaction_id: str, group
     created = datetime.fromtimestamp(segment.created(at) / 1e6, UTC)
     copy = (segment.id(at), segment.tx(at), created, *segment.stored(at))
     state = await core.pool.fetchval(
-        "select bury($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+        BURY,
         core.worker, lane.id, group_id, segment.first_seq + at, *copy, BY_HAND,
     )  # fmt: skip
     match state:
@@ -278,7 +280,9 @@ async def bury_message(core: Core, partition_id: str, transaction_id: str, group
             core.ready.released(lane.queue.id, lane.id, group_id, None)
             core.activity.ring()
         case "leased":
-            if not await bury(core, [AckItem(transaction_id, partition_id, "dlq", None, BY_HAND)], group):
+            lease = await core.leases.find(None, lane.id, group_id, core.clock.now())
+            own = lease.id if lease is not None else None
+            if not await bury(core, [AckItem(transaction_id, partition_id, "dlq", own, BY_HAND)], group):
                 raise Conflict(f"message {transaction_id!r} was just settled by who has it")
         case "batch":
             raise Conflict(

@@ -8,12 +8,11 @@ import time
 from typing import TYPE_CHECKING
 
 from settled.queue.activity import wait_for
-from settled.queue.asks import Ask
+from settled.queue.burials import bury_overdue
 from settled.queue.compact import Compactor
 from settled.queue.db import sql
-from settled.queue.deadletters import bury
 from settled.queue.errors import Unavailable
-from settled.queue.types import QUEUE_MODE, AckItem, PopRequest
+from settled.queue.types import QUEUE_MODE
 
 if TYPE_CHECKING:
     from settled.queue.core import Core
@@ -26,7 +25,6 @@ STEP_LANES, STEP_SEGMENTS = 200, 200
 LANES_A_ROUND = 2_000
 """Of many idle lanes a round looks at so many; the next one goes on from there."""
 OVERDUE = 100
-OVERDUE_BATCH = 500
 OVERDUE_BUDGET = 2.0
 """Seconds a round may take for it."""
 JOURNAL_DAYS = 7
@@ -81,7 +79,8 @@ class Janitor:
                     "expired": await self._expire(),
                     "journal": await self._old_journal(),
                     "activity": await core.pool.fetchval(sql("tidy_activity")),
-                    "leases": await core.pool.fetchval(sql("tidy_wide_leases")),
+                    "leases": await core.pool.fetchval(sql("tidy_wide_leases"))
+                    + await core.pool.fetchval(sql("tidy_lost_leases")),
                     "consumers": await self._sweep(),
                 }
             finally:
@@ -130,22 +129,8 @@ class Janitor:
             lane = core.registry.lanes_by_id.get(row["lane_id"])
             if lane is None:
                 continue
-            group = await core.registry.group_name(row["group_id"]) if row["group_id"] else QUEUE_MODE
-            group_id = await core.registry.group(group)
-            request = PopRequest(
-                lane.queue.name, lane.name, group=group, batch=OVERDUE_BATCH, lease_seconds=60
-            )
-            ask = Ask(request, group_id, [], lane)
-            ask.older_than = row["seconds"]
-            await core.popper.claim_alone(ask)
-            if ask.popped is None:
-                continue
-            error = f"waited longer than {row['option']} ({row['seconds']:.0f} s)"
-            items = [
-                AckItem(m.transaction_id, m.partition_id, "dlq", m.lease_id, error)
-                for m in ask.popped.messages()
-            ]
-            moved += await bury(core, items, group)
+            group_id = row["group_id"] or await core.registry.group(QUEUE_MODE)
+            moved += await bury_overdue(core, lane, group_id, row["seconds"], row["option"])
         return len(rows), moved
 
     async def _old_journal(self) -> int:

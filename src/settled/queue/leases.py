@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from settled.queue.db import sql
 from settled.queue.pieces import cut
@@ -12,12 +12,28 @@ from settled.queue.places import Places
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from asyncpg import BitString
+
     from settled.queue.cache import SegmentCache
     from settled.queue.db import Pool
     from settled.queue.popped import Piece
 
 REMEMBERED = 20_000
 REMEMBERED_MESSAGES = 1_000_000
+
+
+class LostLease(NamedTuple):
+    """A lease that ended before its holder had given a verdict on all of it."""
+
+    base: int
+    held: BitString
+    parked: Sequence[int]
+    times: int
+
+    def had(self, seq: int) -> bool:
+        """Whether this message was under it without a verdict."""
+        at = seq - self.base
+        return seq in self.parked or (0 <= at < len(self.held) and bool(self.held[at]))
 
 
 class Lease:
@@ -32,6 +48,7 @@ class Lease:
         "key",
         "lane_id",
         "length",
+        "lost",
         "parked",
         "popped_at",
     )
@@ -55,8 +72,13 @@ class Lease:
         self.length = length
         self.parked = parked
         self.popped_at = popped_at
+        self.lost: list[LostLease] | None = None
         self._pieces = pieces
         self._places: Places | None = None
+
+    def disputed(self, seq: int) -> bool:
+        """Whether an earlier holder of this message gave no verdict, and may yet come with one."""
+        return any(lost.had(seq) for lost in self.lost or ())
 
     def place(self, transaction_id: str) -> int | None:
         """The sequence number of a message under this lease, or None."""
@@ -144,6 +166,12 @@ class Leases:
         """A lease as this worker remembers it; without an id, the last it saw on that lane for that group."""
         lease = self._known.get((lease_id or self.current.get((lane_id, group_id), ""), lane_id))
         return lease if lease is not None and lease.group_id == group_id else None
+
+    async def look(self, lease: Lease) -> None:
+        """Read which leases of its lane were lost before; that changes only when this one is over."""
+        if lease.lost is None:
+            rows = await self._pool.fetch(sql("lost_leases"), *lease.key)
+            lease.lost = [LostLease(row["base"], row["held"], row["parked"], row["times"]) for row in rows]
 
     async def find(self, lease_id: str | None, lane_id: int, group_id: int, now: float) -> Lease | None:
         """A valid lease as the database has it, or None; without an id, whichever holds the lane."""

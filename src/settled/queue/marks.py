@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from settled.queue.leases import Lease
 
 LEASE_LOST = "Lease validation failed"
+UNPROVEN = (
+    f"{LEASE_LOST}: this message was delivered before, and that delivery had no verdict yet; send the "
+    "leaseId of yours"
+)
 SETTLED_BEFORE = "Message already settled: its outcome is committed"
 UNKNOWN = "Message not found: transactionId is unresolvable under this lease"
 
@@ -102,11 +106,11 @@ def overlaps(
     return False
 
 
-def refusal(item: AckItem, lane: Lane | None, lease: Lease | None) -> AckResult:
-    """Why an item cannot be settled."""
+def refusal(item: AckItem, lane: Lane | None, lease: Lease | None, lost: str = LEASE_LOST) -> AckResult:
+    """Why an item cannot be settled; without a lease, `lost` says why there is none."""
     if lane is None:
         return AckResult(item.transaction_id, False, "not_found", "Partition not found")
     queue, partition = lane.queue.name, lane.name
     if lease is None:
-        return AckResult(item.transaction_id, False, "invalid_lease", LEASE_LOST, queue, partition)
+        return AckResult(item.transaction_id, False, "invalid_lease", lost, queue, partition)
     return AckResult(item.transaction_id, False, "not_found", UNKNOWN, queue, partition)

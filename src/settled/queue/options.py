@@ -15,6 +15,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "leaseTime": (1, DAY),
     "retryLimit": (0, 1_000_000),
     "retryDelay": (0, YEAR * 1000),
+    "unsettledLimit": (0, 1_000_000),
     "priority": (-INT_MAX, INT_MAX),
     "maxSize": (0, 2**53),
     "ttl": (0, YEAR),
@@ -25,7 +26,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "maxWaitTimeSeconds": (0, YEAR),
     "dedupWindowSeconds": (0, INT_MAX),
 }
-UNITS = {"retryDelay": " ms", "retryLimit": "", "priority": "", "maxSize": " messages"}
+UNITS = {"retryDelay": " ms", "retryLimit": "", "unsettledLimit": "", "priority": "", "maxSize": " messages"}
 
 
 class QueueOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -33,8 +34,10 @@ class QueueOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
 
     A failed message comes again after `retry_delay`, doubled for each further attempt; after `retry_limit`
     failures it is dead-lettered. `retry` says what it does to its partition meanwhile: `in_order` holds the
-    partition, `parked` lets it go on. A group that has not settled a message within `ttl` seconds (or
-    `max_wait_time_seconds`, whichever is less) finds it among its dead letters. Without
+    partition, `parked` lets it go on. A message whose leases expired `unsettled_limit` times with no verdict
+    (0: no limit) is dead-lettered too, since it may be what ends its consumers. A group that has not settled
+    a message within `ttl` seconds (or `max_wait_time_seconds`, whichever is less) gets it no more, and
+    finds it among its dead letters. Without
     `dlq_after_max_retries` a message is tried again for ever; without `dead_letter_queue` what would become
     a dead letter is dropped, and only the journal tells. Both are on by default, so that nothing is lost.
     With `release_rest` a nack gives back what is unsettled of its partition's batch.
@@ -44,6 +47,7 @@ class QueueOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
     retry_limit: int = 3
     retry_delay: int = 1000
     retry: Literal["in_order", "parked"] = "in_order"
+    unsettled_limit: int = 10
     priority: int = 0
     max_size: int = 0
     ttl: int = 0

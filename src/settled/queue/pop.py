@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from settled.queue.activity import Activity
     from settled.queue.cache import SegmentCache
+    from settled.queue.claims import Clear
     from settled.queue.db import Clock, Pool
     from settled.queue.lanes import Registry
     from settled.queue.leases import Leases
@@ -55,9 +56,11 @@ class Popper:
         clock: Clock,
         pool: Pool,
         abandoned: Callable[[Popped], None],
+        clear: Clear,
         limit: int = POP_BYTES,
     ) -> None:
         self._abandoned = abandoned
+        self._clear = clear
         self._limit = limit
         self._pool = pool
         self._worker = worker
@@ -156,7 +159,9 @@ class Popper:
     async def _flush(self, link: Link, asks: list[Ask], landed: Landed | None = None) -> None:
         shares = assign(asks)
         try:
-            claimed = await claim(link, self._worker, shares, asks[0].older_than if asks else None)
+            claimed = await claim(
+                link, self._worker, shares, asks[0].older_than if asks else None, self._clear
+            )
         except BaseException:
             for share in shares:
                 if share.ready is not None:

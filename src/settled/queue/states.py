@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from settled.queue.db import sql
+from settled.queue.leases import LostLease
 from settled.queue.types import GroupState
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class States:
         self._groups: dict[int, list[_Progress]] = {}
         self._failed: dict[tuple[int, str, int], Any] = {}
         self._dead: dict[tuple[int, str, int], Any] = {}
+        self._lost: dict[tuple[int, str], list[LostLease]] = {}
 
     @classmethod
     async def read(cls, core: Core, ranges: Mapping[int, tuple[int, int]]) -> Self:
@@ -65,6 +67,9 @@ class States:
             for row in await core.pool.fetch(sql("lane_failures"), *bounds):
                 kind = states._dead if row["dead"] else states._failed
                 kind[(row["lane_id"], row["name"], row["seq"])] = row
+            for row in await core.pool.fetch(sql("lane_lost"), lanes):
+                lost = LostLease(row["base"], row["held"], row["parked"], row["times"])
+                states._lost.setdefault((row["lane_id"], row["name"]), []).append(lost)
             holes = await core.pool.fetch(sql("lane_holes"), *bounds)
             states.holes = {(row["lane_id"], row["seq"]) for row in holes}
         return states
@@ -84,5 +89,10 @@ class States:
                 state = GroupState(progress.group, "dead_letter", dead["attempts"], None, dead["error"])
             else:
                 state = GroupState(progress.group, "completed" if progress.done(seq) else "pending")
+            state.unsettled = sum(
+                lost.times for lost in self._lost.get((lane_id, progress.group), ()) if lost.had(seq)
+            )
+            if not state.unsettled and dead is not None:
+                state.unsettled = dead["unsettled"]
             found.append(state)
         return found

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import asyncpg
+import msgspec
 
 from settled.queue.batch import Batch, Chunk, Duplicate, Gone
 from settled.queue.db import sql
 from settled.queue.errors import BadRequest, Conflict, NotFound, Unavailable
 from settled.queue.lanes import check_uuid
-from settled.queue.marks import LEASE_LOST, Settlement
+from settled.queue.marks import LEASE_LOST, UNPROVEN, Settlement
 from settled.queue.names import read_lease
 from settled.queue.releases import release, release_rest, released
 from settled.queue.schedule import schedule
@@ -142,7 +143,7 @@ async def _transaction(
 ) -> TransactionResult:
     for _ in range(ATTEMPTS):
         lanes = await work.prepare()
-        found, marks = await core.settler.find(acks, "")
+        found, marks = await core.settler.find(await _proven(core, acks, leases), "")
         if any(result is not None for result in found):
             return _failed(operations, found)
         settlement = Settlement([mark for mark in marks if mark is not None], True)
@@ -217,6 +218,24 @@ def _required(lease_id: str) -> tuple[int, int, str]:
     if read is None:
         raise BadRequest("requiredLeases", lease_id, "is not a lease id")
     return read[0], read[1], str(UUID(lease_id))
+
+
+async def _proven(core: Core, acks: list[AckItem], leases: list[tuple[int, int, str]]) -> list[AckItem]:
+    """Acks with the lease that the transaction requires for their partition and group, if they name none."""
+    if not leases or all(item.lease_id for item in acks):
+        return acks
+    required: dict[tuple[int, int], str] = {}
+    for lane_id, group_id, lease in leases:
+        lanes = await core.pool.fetchval(sql("wide_lanes"), lease) or [lane_id]
+        required.update({(each, group_id): lease for each in lanes})
+    proven = []
+    for item in acks:
+        lane = None if item.lease_id else await core.registry.lane_by_uid(item.partition_id)
+        if lane is not None:
+            group_id = await core.registry.group(item.group or "")
+            item = msgspec.structs.replace(item, lease_id=required.get((lane.id, group_id)))
+        proven.append(item)
+    return proven
 
 
 async def _check_leases(connection: Any, leases: list[tuple[int, int, str]]) -> None:
@@ -334,10 +353,15 @@ async def _cycle_marks(
     lease = lease or await core.leases.find(ack.lease_id or None, lane.id, group_id, now)
     if lease is None:
         raise Conflict(LEASE_LOST)
+    if not ack.lease_id:
+        await core.leases.look(lease)
     if lease.place(ack.transaction_id) is None:
         raise Conflict(f"message {ack.transaction_id!r} is not under the lease")
     items = []
     for transaction_id in lease.transaction_ids():
+        place = lease.place(transaction_id)
+        if not ack.lease_id and place is not None and lease.disputed(place):
+            raise Conflict(UNPROVEN)
         items.append(AckItem(transaction_id, lane.uid, ack.status, lease.id, ack.error, None, group))
         if transaction_id == ack.transaction_id:
             break

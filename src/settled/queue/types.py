@@ -244,6 +244,7 @@ class DeadLetter(msgspec.Struct):
     group: str
     error: str | None
     attempts: int
+    unsettled: int
     payload: bytes
     content_type: str
     headers: dict[str, str]

@@ -42,13 +42,14 @@ class LaneLag(msgspec.Struct):
 
 
 class GroupState(msgspec.Struct):
-    """What one group has done with one message."""
+    """What one group has done with one message; `unsettled` deliveries ended without a verdict."""
 
     group: str
     status: Literal["pending", "processing", "retrying", "completed", "dead_letter"]
     attempts: int = 0
     lease_expires_at: datetime | None = None
     error: str | None = None
+    unsettled: int = 0
 
 
 class MessageView(msgspec.Struct):
@@ -90,7 +91,7 @@ class JournalEntry(msgspec.Struct):
     """
 
     at: datetime
-    kind: Literal["settled", "auto_ack", "failed", "released", "dead", "dropped", "seek"]
+    kind: Literal["settled", "auto_ack", "failed", "released", "dead", "dropped", "seek", "expired"]
     group: str
     partition_id: str
     first_seq: int

@@ -222,6 +222,7 @@ def dead_letter(letter: DeadLetter) -> DeadLetterRow:
         "consumerGroup": letter.group,
         "errorMessage": letter.error,
         "retryCount": letter.attempts,
+        "unsettledCount": letter.unsettled,
         "originalCreatedAt": letter.created_at,
         "movedToDlqAt": letter.failed_at,
         "queueName": letter.queue,
@@ -381,6 +382,7 @@ def message_detail(view: MessageView) -> MessageDetail:
                 "status": g.status,
                 "consumed": g.status in ("completed", "dead_letter"),
                 "attempts": g.attempts,
+                "unsettled": g.unsettled,
                 "error": g.error,
                 "leaseExpiresAt": g.lease_expires_at,
             }

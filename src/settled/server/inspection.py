@@ -26,7 +26,10 @@ _trace = msgspec.json.Decoder(bodies.TraceBody)
 
 
 class DeadLetterRow(Data, TypedDict):
-    """A message that will not be tried again for its group."""
+    """A message that will not be tried again for its group.
+
+    `retryCount` are attempts that failed, `unsettledCount` deliveries that ended without a verdict.
+    """
 
     id: str
     messageId: str
@@ -35,6 +38,7 @@ class DeadLetterRow(Data, TypedDict):
     consumerGroup: str
     errorMessage: str | None
     retryCount: int
+    unsettledCount: int
     originalCreatedAt: Time
     movedToDlqAt: Time
     queueName: str
@@ -128,12 +132,13 @@ class MessageList(QueueMessages):
 
 
 class MessageGroup(TypedDict):
-    """What one group did with a message."""
+    """What one group did with a message; `unsettled` deliveries ended without a verdict."""
 
     name: str
     status: Literal["pending", "processing", "retrying", "completed", "dead_letter"]
     consumed: bool
     attempts: int
+    unsettled: int
     error: str | None
     leaseExpiresAt: Time | None
 

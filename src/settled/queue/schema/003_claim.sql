@@ -46,7 +46,7 @@ begin
     insert into activity (worker, kind, queues, lanes, groups, until)  -- of nobody: the one who claimed hears it, too
     select '', 'release', array[l.queue_id], array[l.id], array[p_group], array[null::timestamptz] from lane l where l.id = p_lane;
     if p_lease is not null then
-        update consumer set lease_until = clock_timestamp()
+        update consumer set lease = null, lease_until = null  -- nobody has seen them: no delivery is lost
          where lane_id = p_lane and group_id = p_group and lease = p_lease;
         return;
     end if;
@@ -63,7 +63,8 @@ $$;
 -- consumers are locked. All entries of a request share its lease and its p_want; no lease: settled at once.
 -- p_older_than is for what is too old: it waits for no retry. p_turns says in which order the entries are served, where a request has several; null is their own.
 -- status: ok | empty | leased | blocked | window | gone; `until` says when to look again. A lane is `blocked` by what waits at
--- its head; where nothing follows the cursor it is `empty`, though a parked message comes due.
+-- its head; where nothing follows the cursor it is `empty`, though a parked message comes due. Or overdue | unsettled:
+-- the message first_seq waited too long, or had too many deliveries without a verdict. Nothing is handed out until it is buried.
 create function claim(
     p_worker text, p_request int[], p_lane bigint[], p_group int[], p_want int[], p_lease uuid[],
     p_seconds int[], p_older_than double precision, p_turns int[]
@@ -73,9 +74,10 @@ create function claim(
 ) language plpgsql as $$
 #variable_conflict use_column
 declare
-    c record; l record; i int; k bigint; v_now timestamptz; v_left int[] := '{}'; v_request int; v_want int;
+    c consumer; l record; i int; k bigint; v_now timestamptz; v_left int[] := '{}'; v_request int; v_want int;
     v_cursor bigint; v_done varbit; v_end bigint; v_stop bigint; v_parked bigint[]; v_due timestamptz;
-    v_taken int; v_bound timestamptz; v_prefix int; v_odd boolean; v_size int;
+    v_taken int; v_bound timestamptz; v_prefix int; v_odd boolean; v_size int; v_front bigint; v_trial text;
+    v_piece int; v_fresh timestamptz;
     j_lane bigint[] := '{}'; j_group int[] := '{}'; j_first bigint[] := '{}'; j_last bigint[] := '{}';
     j_count int[] := '{}';
 begin
@@ -105,7 +107,8 @@ begin
             select * into c from consumer c where c.lane_id = p_lane[i] and c.group_id = p_group[i] for update;
         end if;
         -- Read the lane only now: it may have grown while we waited for the consumer's lock.
-        select l.next_seq, l.first_seq, l.newest_at, l.has_holes, q.lease_time, q.delayed, q.buffered
+        select l.next_seq, l.first_seq, l.newest_at, l.has_holes, q.lease_time, q.delayed, q.buffered, q.max_age,
+               q.unsettled_limit
           into l from lane l join queue q on q.id = l.queue_id where l.id = p_lane[i];
         if not found then
             status := 'gone';
@@ -114,6 +117,7 @@ begin
         end if;
         head := l.next_seq;
         v_now := clock_timestamp();
+        v_fresh := case when p_older_than is null then v_now - make_interval(secs => l.max_age) end;
         if c.lease is not null and c.lease_until > v_now then
             status := 'leased'; until := c.lease_until;
             return next;
@@ -131,7 +135,10 @@ begin
         v_end := least(v_cursor + v_want, head);
         v_stop := null; v_due := null;
         -- An expired lease leaves what was settled out of order in `done`: it must not come again.
-        v_odd := c.odd or position(b'1' in v_done) > 0;
+        v_odd := c.odd or position(b'1' in v_done) > 0 or c.lease is not null;
+        if c.lease is not null then
+            perform note_lost(p_worker, c, 1);
+        end if;
         if l.delayed > 0 or p_older_than is not null then
             v_bound := v_now - make_interval(secs => coalesce(p_older_than, l.delayed));
             select s.first_seq + passed(s.times, v_bound), make_interval(secs => coalesce(p_older_than, l.delayed))
@@ -150,6 +157,13 @@ begin
                 return next;
                 continue;
             end if;
+            if v_fresh is not null then
+                if created_of(p_lane[i], v_cursor) < v_fresh then
+                    status := 'overdue'; first_seq := v_cursor;
+                    return next;
+                    continue;
+                end if;
+            end if;
             v_taken := v_end - v_cursor;
             if p_lease[i] is null then
                 update consumer c set cursor = v_end, base = v_end, done = b'', lease = null, lease_until = null,
@@ -165,6 +179,9 @@ begin
         else
             -- The careful path: skip what is settled or deleted, stop before what must wait, add parked ones that are due.
             delete from exception e where e.lane_id = p_lane[i] and e.group_id = p_group[i] and e.seq < l.first_seq;
+            v_piece := case when p_lease[i] is not null and p_older_than is null and l.unsettled_limit > 0
+                            then piece_of(p_lane[i], p_group[i], v_cursor, v_done, v_want, l.unsettled_limit) end;
+            v_want := coalesce(v_piece, v_want);
             v_parked := array(select e.seq from exception e
                              where e.lane_id = p_lane[i] and e.group_id = p_group[i] and e.parked
                                and case when p_older_than is null then e.due <= v_now
@@ -191,6 +208,20 @@ begin
             end if;
             v_cursor := v_cursor + v_prefix;
             v_done := case when length(v_done) > v_prefix then substring(v_done from v_prefix + 1) else b'' end;
+            v_trial := null;
+            if v_fresh is not null then
+                select 'overdue', s into v_trial, v_front
+                  from unnest(v_parked || case when v_cursor < v_stop then v_cursor end) s
+                 where created_of(p_lane[i], s) < v_fresh limit 1;
+            end if;
+            if v_trial is null and v_piece = 1 then
+                v_front := coalesce(v_parked[1], case when v_cursor < v_stop then v_cursor end);
+                v_trial := trial_of(p_lane[i], p_group[i], v_front, p_lease[i], l.unsettled_limit);
+            end if;
+            if v_trial is not null then
+                v_want := 0; v_parked := '{}'; first_seq := v_front;
+                v_due := case when v_trial = 'blocked' then v_now + interval '250 milliseconds' end;
+            end if;
             v_end := v_cursor;
             v_taken := 0;
             while v_taken < v_want and v_end < v_stop loop
@@ -214,12 +245,13 @@ begin
             if v_taken = 0 then
                 v_due := least(v_due, (select min(e.due) from exception e
                                         where e.lane_id = p_lane[i] and e.group_id = p_group[i] and e.due > v_now));
-                v_odd := position(b'1' in v_done) > 0 or exists (
+                v_odd := tidy_lost(p_lane[i], p_group[i], v_cursor, v_done) or position(b'1' in v_done) > 0 or exists (
                     select from exception e where e.lane_id = p_lane[i] and e.group_id = p_group[i]);
                 update consumer c set cursor = v_cursor, base = v_cursor, odd = v_odd, lease = null, lease_until = null,
-                       done = case when position(b'1' in v_done) > 0 then v_done else b'' end, answered = b''
+                       done = case when position(b'1' in v_done) > 0 then v_done else b'' end, answered = b'',
+                       parked_out = '{}'
                  where c.lane_id = p_lane[i] and c.group_id = p_group[i];
-                status := case when v_due is null or v_cursor >= head then 'empty' else 'blocked' end; until := v_due;
+                status := coalesce(v_trial, case when v_due is null or v_cursor >= head then 'empty' else 'blocked' end); until := v_due;
                 return next;
                 continue;
             end if;
@@ -242,7 +274,7 @@ begin
                 update consumer c set cursor = v_end + v_prefix, base = v_end + v_prefix, done = v_done, lease = null,
                        lease_until = null, answered = b'', parked_out = '{}', batch_end = v_end, last_at = v_now,
                        consumed = c.consumed + v_taken,
-                       odd = length(v_done) > 0 or exists (
+                       odd = tidy_lost(p_lane[i], p_group[i], v_end + v_prefix, v_done) or length(v_done) > 0 or exists (
                            select from exception e where e.lane_id = p_lane[i] and e.group_id = p_group[i]),
                        next_due = (select min(e.due) from exception e
                                     where e.lane_id = p_lane[i] and e.group_id = p_group[i])

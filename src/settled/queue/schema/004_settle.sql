@@ -19,7 +19,7 @@ begin
         end if;
         c.answered := b'';
         select min(e.due) into c.next_due from exception e where e.lane_id = c.lane_id and e.group_id = c.group_id;
-        c.odd := length(c.done) > 0 or c.next_due is not null;
+        c.odd := c.odd and tidy_lost(c.lane_id, c.group_id, c.cursor, c.done) or length(c.done) > 0 or c.next_due is not null;
     end if;
     return c;
 end
@@ -176,9 +176,10 @@ begin
         v_keep := (q.options ->> 'deadLetterQueue')::boolean;
         if v_kind = 'dead' and v_keep then
             insert into dead_letter (lane_id, lane_uid, queue_id, queue, partition, consumer_group, seq, message_id,
-                                     transaction_id, error, attempts, headers, payload, created_at)
+                                     transaction_id, error, attempts, headers, payload, created_at, unsettled)
             values (c.lane_id, q.lane_uid, q.id, q.name, q.partition, q.consumer_group, p_s_seq[i], p_s_message[i],
-                    p_s_transaction[i], v_error, v_attempts, p_s_headers[i], p_s_payload[i], p_s_created[i]);
+                    p_s_transaction[i], v_error, v_attempts, p_s_headers[i], p_s_payload[i], p_s_created[i],
+                    unsettled_of(c.lane_id, c.group_id, p_s_seq[i]));
         end if;
         v_due := v_now;
         if v_kind in ('dead', 'ack') then

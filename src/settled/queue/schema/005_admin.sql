@@ -38,6 +38,7 @@ begin
     delete from segment where lane_id = any (v_lanes);
     delete from consumer where lane_id = any (v_lanes);
     delete from exception where lane_id = any (v_lanes);
+    delete from lost_lease where lane_id = any (v_lanes);
     delete from hole where lane_id = any (v_lanes);
     delete from scheduled where lane_id = any (v_lanes);
     delete from trace where lane_id = any (v_lanes);
@@ -73,6 +74,7 @@ begin
       from lane l where l.id = c.lane_id and c.lane_id = any (v_lanes);
     delete from segment where lane_id = any (v_lanes);
     delete from exception where lane_id = any (v_lanes);
+    delete from lost_lease where lane_id = any (v_lanes);
     delete from hole where lane_id = any (v_lanes);
     delete from scheduled where lane_id = any (v_lanes);
     update lane set first_seq = next_seq, has_holes = false where id = any (v_lanes);
@@ -100,6 +102,7 @@ begin
         select l, p_group, s, s from unnest(v_lanes) l, start_of(p_group, l) s order by l on conflict do nothing;
     end if;
     perform from consumer where lane_id = any (v_lanes) and group_id = p_group order by lane_id for update;
+    perform take_away(p_worker, p_group, v_lanes);
     with place as (
         select l.id, case p_to
                        when 'end' then l.next_seq
@@ -166,6 +169,7 @@ begin
         select c.lane_id from consumer c join lane l on l.id = c.lane_id
          where c.group_id = p_group and (p_queue is null or l.queue_id = p_queue)
          order by c.lane_id for update of c) l);
+    perform take_away(p_worker, p_group, v_lanes);
     delete from consumer where lane_id = any (v_lanes) and group_id = p_group;
     delete from exception where lane_id = any (v_lanes) and group_id = p_group;
     subscriptions := 0;

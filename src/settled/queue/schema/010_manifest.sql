@@ -187,6 +187,7 @@ declare
     r reader; c consumer; l record; i int; k bigint; v_now timestamptz; v_due timestamptz; v_bound timestamptz;
     v_number bigint; v_total bigint := 0; v_cursor bigint; v_done varbit; v_end bigint; v_stop bigint; v_parked bigint[];
     v_taken bigint; v_want bigint; v_prefix int; v_size int; v_seqs bigint[]; v_counts int[];
+    v_odd boolean;
 begin
     r := fenced(p_reader, p_holder);
     select m.number into v_number from manifest m where m.reader_id = r.id and not m.settled;
@@ -209,6 +210,12 @@ begin
         if not found or c.lease is not null and c.lease_until > v_now
            or l.buffered > 0 and l.newest_at + make_interval(secs => l.buffered) > v_now then
             continue;
+        end if;
+        v_odd := c.odd or l.has_holes;
+        if c.lease is not null then
+            perform note_lost('spark', c, 1);
+            v_odd := v_odd or exists (select from lost_lease o
+                                       where o.lane_id = p_lane[i] and o.group_id = r.group_id and o.times > 0);
         end if;
         v_want := p_want[i];
         v_cursor := greatest(c.cursor, l.first_seq);
@@ -285,7 +292,7 @@ begin
                 v_parked, v_seqs, v_counts);
         update consumer c set cursor = v_cursor, base = v_cursor, done = v_done, lease = p_lease, batch_end = v_end,
                answered = case when v_size > 0 then substring(v_done from 1 for v_size) else b'' end,
-               parked_out = v_parked, odd = c.odd or l.has_holes,
+               parked_out = v_parked, odd = v_odd,
                lease_until = v_now + make_interval(secs => p_seconds)
          where c.lane_id = p_lane[i] and c.group_id = r.group_id;
         v_total := v_total + v_taken;

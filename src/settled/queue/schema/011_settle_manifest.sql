@@ -150,10 +150,11 @@ begin
         end if;
 
         insert into dead_letter (id, lane_id, lane_uid, queue_id, queue, partition, consumer_group, seq, message_id,
-                                 transaction_id, error, attempts, headers, payload, created_at, failed_at)
+                                 transaction_id, error, attempts, headers, payload, created_at, failed_at, unsettled)
         select (v_id || lpad(to_hex(row_number() over ()), 8, '0'))::uuid,
                s.lane_id, l.uid, q.id, q.name, l.name, q.consumer_group, s.first_seq, s.message_id, s.transaction_id,
-               coalesce(s.error, 'Retries exhausted'), s.attempts, coalesce(s.headers, ''::bytea), s.payload, s.created_at, v_now
+               coalesce(s.error, 'Retries exhausted'), s.attempts, coalesce(s.headers, ''::bytea), s.payload, s.created_at, v_now,
+               case when v_odd then unsettled_of(s.lane_id, r.group_id, s.first_seq) else 0 end
           from staged_outcome s join lane l on l.id = s.lane_id
          where s.write = any (p_writes) and s.outcome = 'dead' and v_keep;
     end if;

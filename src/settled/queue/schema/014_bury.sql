@@ -47,9 +47,9 @@ begin
     end if;
     if (q.options ->> 'deadLetterQueue')::boolean then
         insert into dead_letter (lane_id, lane_uid, queue_id, queue, partition, consumer_group, seq, message_id,
-                                 transaction_id, error, attempts, headers, payload, created_at)
+                                 transaction_id, error, attempts, headers, payload, created_at, unsettled)
         values (p_lane, q.lane_uid, q.id, q.name, q.partition, q.consumer_group, p_seq, p_message, p_transaction, p_error,
-                coalesce(e.attempts, 0), p_headers, p_payload, p_created);
+                coalesce(e.attempts, 0), p_headers, p_payload, p_created, unsettled_of(p_lane, p_group, p_seq));
     end if;
     update consumer c0 set done = c.done, odd = true, last_at = v_now, consumed = c0.consumed + 1,
            lease = c.lease, lease_until = c.lease_until, answered = c.answered, parked_out = c.parked_out,

@@ -20,7 +20,7 @@ begin
                    coalesce(u.seconds, q.lease_time) as seconds,
                    case when o.lease_until > clock_timestamp() then 'leased'
                         -- An expired lease leaves what was settled out of order in `done`.
-                        when o.odd or l.has_holes or q.delayed > 0 or q.buffered > 0 or length(o.done) > 0 then 'odd'
+                        when o.odd or l.has_holes or q.delayed > 0 or q.buffered > 0 or q.max_age > 0 or length(o.done) > 0 then 'odd'
                         when l.next_seq <= greatest(o.cursor, l.first_seq) then 'empty'
                         else 'ok' end as status
               from unnest(p_lane, p_group, p_want, p_lease, p_seconds)

@@ -280,6 +280,12 @@ select count(*) from removed
 with removed as (delete from wide_lease where at < clock_timestamp() - interval '2 days' returning 1)
 select count(*) from removed
 
+-- name: tidy_lost_leases
+with removed as (
+    delete from lost_lease where times = 0 and at < clock_timestamp() - interval '1 day' returning 1
+)
+select count(*) from removed
+
 -- name: tidy_consumers
 with looked as (
     select lane_id from consumer where lane_id > $1 order by lane_id limit $2
@@ -364,15 +370,22 @@ select c.*, g.name, c.lease_until > clock_timestamp() as leased
   from consumer c join consumer_group g on g.id = c.group_id where c.lane_id = any ($1::bigint[]) order by g.name
 
 -- name: lane_failures
-select e.lane_id, g.name, e.seq, false as dead, e.attempts, e.error, e.failed_at as at
+select e.lane_id, g.name, e.seq, false as dead, e.attempts, e.error, e.failed_at as at, 0 as unsettled
   from unnest($1::bigint[], $2::bigint[], $3::bigint[]) r (lane, first, last)
   join exception e on e.lane_id = r.lane and e.seq between r.first and r.last
   join consumer_group g on g.id = e.group_id
 union all
-select d.lane_id, d.consumer_group, d.seq, true, d.attempts, d.error, d.failed_at
+select d.lane_id, d.consumer_group, d.seq, true, d.attempts, d.error, d.failed_at, d.unsettled
   from unnest($1::bigint[], $2::bigint[], $3::bigint[]) r (lane, first, last)
   join dead_letter d on d.lane_id = r.lane and d.seq between r.first and r.last
  order by at
+
+-- name: lane_lost
+select o.lane_id, g.name, o.base, o.held, o.parked, o.times
+  from lost_lease o join consumer_group g on g.id = o.group_id where o.lane_id = any ($1::bigint[])
+
+-- name: lost_leases
+select base, held, parked, times from lost_lease where lane_id = $1 and group_id = $2
 
 -- name: is_hole
 select from hole where lane_id = $1 and seq = $2
