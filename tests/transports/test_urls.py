@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import socket
+import traceback
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -59,6 +64,67 @@ def test_a_wrong_url_is_told_by_name_and_value_and_never_with_its_password(url: 
         App(url.format(page=page))
     assert told.format(page=page) in str(error.value)
     assert "s3cret" not in str(error.value)
+
+
+def closed_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+SECRET = "s3/cr@t"
+WITH_SECRETS = [
+    "nats://ann:{secret}@127.0.0.1:{port}",
+    "nats://{secret}@127.0.0.1:{port}",
+    "redis://ann:{secret}@127.0.0.1:{port}/0",
+    "redis://127.0.0.1:{port}/0?password={secret}",
+    "rediss://ann:{secret}@127.0.0.1:{port}/0",
+    "amqp://ann:{secret}@127.0.0.1:{port}/",
+    "amqps://ann:{secret}@127.0.0.1:{port}/",
+    "mqtt://ann:{secret}@127.0.0.1:{port}?client_id=x",
+    "mqtts://ann:{secret}@127.0.0.1:{port}?client_id=x",
+    "kafka://ann:{secret}@127.0.0.1:{port}",
+    "postgresql://ann:{secret}@127.0.0.1:{port}/db",
+    "postgresql://127.0.0.1:{port}/db?user=ann&password={secret}",
+    "http://ann:{secret}@127.0.0.1:{port}",
+    "servicebus://ann:{secret}@127.0.0.1:{port}?emulator=true",
+]
+
+
+@pytest.mark.parametrize("url", WITH_SECRETS)
+def test_no_error_log_or_status_of_a_broker_that_is_away_has_the_password(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Defect Q17, for brokers: also what an error was caused by, and what clients log themselves."""
+    caplog.set_level(logging.DEBUG)
+    quoted = quote(SECRET, safe="")
+    app = App(url.format(secret=quoted, port=closed_port()))
+
+    @app.subscriber("orders", group="billing")
+    async def handle(order: dict[str, int]) -> None: ...
+
+    async def main() -> None:
+        """Until it fails, or says that the broker is away."""
+        running = asyncio.create_task(app.serve())
+        async with asyncio.timeout(60):
+            while not running.done():
+                shown.append(repr(app.status()))
+                broker = app.status().broker
+                if broker is not None and not broker.connected and "refused" in broker.detail.lower():
+                    app.stop()
+                await asyncio.sleep(0.05)
+            await running
+
+    shown: list[str] = []
+    try:
+        asyncio.run(main())
+    except Exception as error:
+        shown += traceback.format_exception(error)
+    shown += [repr(app.status()), repr(app.transport), caplog.text]
+    told = "\n".join(shown)
+    assert "127.0.0.1" in told
+    for secret in (SECRET, quoted, "cr@t"):
+        assert secret not in told
 
 
 def test_an_error_that_repeats_a_url_is_shown_without_its_password() -> None:

@@ -31,6 +31,8 @@ class Wire:
 
     def __init__(self, url: str, rules: Resilience, timeout: float, headers: Mapping[str, str]) -> None:
         self._url = url.rstrip("/")
+        # As errors name it: without the user and the password.
+        self._where = str(URL(self._url).with_user(None))
         self._rules = rules
         self._timeout = timeout
         self._headers = dict(headers)
@@ -54,7 +56,7 @@ class Wire:
         full (429) is told at once.
         """
         data = None if body is None else msgspec.json.encode(body)
-        failure: Exception = Unreachable(self._url)
+        failure: Exception = Unreachable(self._where)
         lost = False
         for attempt in range(self._rules.retries + 1):
             if self._closed:
@@ -67,7 +69,7 @@ class Wire:
                 self.breaker.failed()
                 # Without a connection nothing was sent.
                 lost = lost or not isinstance(error, aiohttp.ClientConnectorError)
-                failure = Unreachable(f"{method} {self._url}{path}: {error or type(error).__name__}")
+                failure = Unreachable(f"{method} {self._where}{path}: {error or type(error).__name__}")
             else:
                 if status < 400:
                     self.breaker.succeeded()
