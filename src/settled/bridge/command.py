@@ -52,7 +52,9 @@ def bridge(
         int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on this port.")
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log as JSON, a line each.")] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", envvar="SETTLED_LOG_JSON", help="Log as JSON, a line each.")
+    ] = False,
 ) -> None:
     """Carry messages from one broker to another until SIGINT or SIGTERM: at least once, once into the queue.
 

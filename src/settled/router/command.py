@@ -62,7 +62,9 @@ def run(
     url: Url = None,
     metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log as JSON, a line each.")] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", envvar="SETTLED_LOG_JSON", help="Log as JSON, a line each.")
+    ] = False,
 ) -> None:
     """Consume results and acknowledgements until SIGINT or SIGTERM."""
     try:
