@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from settled.queue import dedup, janitor, recall
 from settled.queue.engine import Engine
+from settled.queue.errors import BadRequest
 from settled.queue.ready import ReadySet
 from settled.queue.types import PopRequest, PushItem, PushOp
 from tests.queue.helpers import drain, push, with_engine
@@ -236,3 +237,41 @@ async def test_an_old_journal_is_removed_in_steps_until_none_is_left(engine: Eng
         assert await pool.fetchval("select kind from journal") == "auto_ack"
     finally:
         janitor.JOURNAL_STEP = step
+
+
+@with_engine
+async def test_ids_for_duplicates_are_forgotten_oldest_first_when_they_do_not_fit(engine: Engine) -> None:
+    """Defect Q11."""
+    memory = engine._core.registry.memory
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dedup, "LEAST", 500)
+        memory.limit = 4000
+        for start in range(0, 10_000, 1000):
+            await push(engine, "q", *(f"m{i}" for i in range(start, start + 1000)))
+        await push(engine, "small", "s")
+        assert memory.total == 10_001
+        await engine._core.janitor._forget()
+        assert 3000 <= memory.total <= 4000
+        assert memory.forgotten == engine.metrics()["forgotten_ids_total"] == 10_001 - memory.total
+        again = await push(engine, "q", "m0", "m9000", "m9999")
+        assert [r.status for r in again] == ["queued", "duplicate", "duplicate"]
+        assert (await push(engine, "small", "s"))[0].status == "duplicate"
+    memory.limit = 2000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dedup, "LEAST", 500)
+        lane = engine._core.registry.lanes[("q", "Default")]
+        lane.remembered.forget()
+        assert (await push(engine, "q", "m9999"))[0].status == "duplicate"
+        assert memory.total <= 2500  # what is read again is bounded, too
+
+
+def test_a_limit_from_the_environment_that_is_no_number_is_refused_by_name() -> None:
+    """Defect Q11."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SETTLED_DEDUP_BYTES", "lots")
+        with pytest.raises(BadRequest, match="SETTLED_DEDUP_BYTES"):
+            dedup.Memory()
+        patch.setenv("SETTLED_DEDUP_BYTES", "1400")
+        assert dedup.Memory().limit == 100
+        patch.setenv("SETTLED_JOURNAL_SECONDS", "3600")
+        assert janitor.journal_seconds() == 3600

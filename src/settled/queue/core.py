@@ -187,6 +187,7 @@ class Core:
             "audits_total": self.auditor.rounds,
             "audited_openings_total": self.auditor.opened,
             "remembered_ids": self.registry.memory.total,
+            "forgotten_ids_total": self.registry.memory.forgotten,
             "cached_segment_bytes": self.cache.size,
             **{f"{name}_messages_total": count for name, count in self.settler.outcomes.items()},
             "refused_acks_total": self.settler.refused,

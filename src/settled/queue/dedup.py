@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from settled.queue.options import setting
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+MEMORY = "SETTLED_DEDUP_BYTES"
+ID_BYTES = 14
+LEAST = 100_000
+"""Messages of a partition whose ids are remembered whatever others take."""
 FRESH_LIMIT = 4096
 FEW = 12
 SIEVE_FROM = 16_384
@@ -148,15 +154,16 @@ def sieve_of(runs: Sequence[Run]) -> Sieve | None:
 
 
 class Memory:
-    """How many ids all lanes of a worker remember, and who has some in a dict.
+    """How many ids all lanes of a worker remember, how many may be, and who has some in a dict.
 
-    `rounds` are counted by whoever tidies up.
+    `rounds` are counted by whoever tidies up, and `forgotten` are ids that were dropped for want of room.
     """
 
-    __slots__ = ("loose", "rounds", "total")
+    __slots__ = ("forgotten", "limit", "loose", "rounds", "total")
 
     def __init__(self) -> None:
-        self.total = 0
+        self.total = self.forgotten = 0
+        self.limit = setting(MEMORY, ID_BYTES, 512 * 2**20) // ID_BYTES
         self.rounds = 0
         self.loose: set[Remembered] = set()
 
@@ -214,6 +221,22 @@ class Remembered:
         elif self.known > self._marked:
             self._filter(lambda run: run.before(self._marked), lambda seq: seq < self._marked)
             self.known = self._marked
+
+    def room(self) -> int:
+        """How many ids of this lane there is room for."""
+        return max(LEAST, self._memory.limit - self._memory.total)
+
+    def shorten(self, count: int) -> None:
+        """Keep the newest ids only, about so many."""
+        if count >= self.size:
+            return
+        seqs = np.concatenate(
+            [run.seqs + np.int64(run.base) for run in self._runs]
+            + [np.fromiter((seq for _, seq in self._pairs()), np.int64)]
+        )
+        before = self.size
+        self.trim(int(np.partition(seqs, len(seqs) - count)[len(seqs) - count]))
+        self._memory.forgotten += before - self.size
 
     def trim(self, first_seq: int) -> None:
         """Drop the ids of messages before this one."""

@@ -7,11 +7,13 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from settled.queue import dedup
 from settled.queue.activity import wait_for
 from settled.queue.burials import bury_overdue
 from settled.queue.compact import Compactor
 from settled.queue.db import sql
 from settled.queue.errors import Unavailable
+from settled.queue.options import setting
 from settled.queue.types import QUEUE_MODE
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ LANES_A_ROUND = 2_000
 OVERDUE = 100
 OVERDUE_BUDGET = 2.0
 """Seconds a round may take for it."""
-JOURNAL_DAYS = 7
+JOURNAL = "SETTLED_JOURNAL_SECONDS"
+JOURNAL_SECONDS = 7 * 86_400
 JOURNAL_STEP = 2000
 JOURNAL_BUDGET = 1.0
 """Seconds a round may take for it."""
@@ -39,6 +42,11 @@ LONG_UNUSED = 12
 """Rounds."""
 
 
+def journal_seconds() -> int:
+    """How long the journal is kept."""
+    return setting(JOURNAL, 60, JOURNAL_SECONDS)
+
+
 class Janitor:
     """One round every few seconds; of several workers' janitors one works at a time."""
 
@@ -48,6 +56,7 @@ class Janitor:
         self._trimmed = 0
         self._swept = 0
         self._warned = False
+        self._keep = journal_seconds()
 
     async def run(self) -> None:
         """Tidy up for ever."""
@@ -137,9 +146,7 @@ class Janitor:
         """As fast as it grows, but a little at a time."""
         removed, end = 0, time.monotonic() + JOURNAL_BUDGET
         while not self._core.stopping.is_set():
-            count = await self._core.pool.fetchval(
-                sql("tidy_journal"), float(JOURNAL_DAYS * 86_400), JOURNAL_STEP
-            )
+            count = await self._core.pool.fetchval(sql("tidy_journal"), float(self._keep), JOURNAL_STEP)
             removed += count
             if count < JOURNAL_STEP or time.monotonic() > end:
                 break
@@ -154,27 +161,37 @@ class Janitor:
             remembered.pack()
             await asyncio.sleep(0)
         memory.rounds += 1
-        if memory.total <= REMEMBERED_IDS:
-            self._warned = False
-        if memory.total <= RESTING_IDS:
+        if memory.total <= min(RESTING_IDS, memory.limit):
             return
         lanes = [lane for lane in core.registry.lanes_by_id.values() if lane.remembered.size]
         lanes.sort(key=lambda lane: lane.remembered.used)
         for lane in lanes:
-            if memory.total <= RESTING_IDS:
+            if memory.total <= min(RESTING_IDS, memory.limit):
                 return
             if not lane.busy and memory.rounds - lane.remembered.used > LONG_UNUSED:
                 lane.remembered.forget()
-        if memory.total <= REMEMBERED_IDS:
+        if memory.total <= min(REMEMBERED_IDS, memory.limit):
             return
         await self._trim_memory(sorted(lanes, key=lambda lane: lane.remembered.size, reverse=True))
-        if memory.total > REMEMBERED_IDS and not self._warned:
+        if memory.total > memory.limit:
+            await self._shorten([lane for lane in lanes if lane.remembered.size > dedup.LEAST])
+
+    async def _shorten(self, lanes: list[Lane]) -> None:
+        """Forget the oldest ids of the partitions that have most, until the rest fits."""
+        memory, before = self._core.registry.memory, self._core.registry.memory.forgotten
+        most = sum(lane.remembered.size for lane in lanes)
+        kept = max(0.0, 1 - (memory.total - 0.9 * memory.limit) / most) if most else 1.0
+        for lane in lanes:
+            if not lane.busy:
+                lane.remembered.shorten(max(dedup.LEAST, int(lane.remembered.size * kept)))
+                await asyncio.sleep(0)
+        if memory.forgotten > before and not self._warned:
             self._warned = True
             log.warning(
-                "%d transaction ids are remembered, about %d MiB: a shorter dedupWindowSeconds or retention "
-                "takes less",
-                memory.total,
-                memory.total * 14 >> 20,
+                "the oldest transaction ids do not fit into %d MiB and are forgotten before their "
+                "dedupWindowSeconds are over: set a shorter one, or a larger %s",
+                memory.limit * dedup.ID_BYTES >> 20,
+                dedup.MEMORY,
             )
 
     async def _trim_memory(self, lanes: list[Lane]) -> None:

@@ -1,5 +1,6 @@
 """A queue's options: names and defaults of the API, checked in one place."""
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,6 +28,14 @@ RANGES: dict[str, tuple[int, int]] = {
     "dedupWindowSeconds": (0, INT_MAX),
 }
 UNITS = {"retryDelay": " ms", "retryLimit": "", "unsettledLimit": "", "priority": "", "maxSize": " messages"}
+
+
+def setting(name: str, least: int, default: int) -> int:
+    """A whole number from the environment, or its default."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) < least:
+        raise BadRequest(name, text, f"must be a whole number, {least} or more")
+    return int(text)
 
 
 class QueueOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -107,9 +107,10 @@ async def _read_long(link: Any, lane: Lane) -> None:
     """A part at a time, sorted in a thread: a million ids must not stop everything else."""
     runs: list[dedup.Run] = []
     part: list[tuple[int, bytes]] = []
-    window, since, size = float(lane.queue.options.dedup_window_seconds), 0, 0
+    window, size = float(lane.queue.options.dedup_window_seconds), 0
     heads = await _heads(link, [lane])
     head = heads[lane.id]["next_seq"] if heads else 0
+    since = max(0, head - lane.remembered.room())
     while True:
         rows = await link.fetch(sql("lane_hashes_page"), lane.id, window, since, head, PAGE)
         part += [(row["first_seq"], row["hashes"]) for row in rows]

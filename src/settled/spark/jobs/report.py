@@ -13,7 +13,7 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812
 
 from settled.queue.errors import NotFound
-from settled.queue.janitor import JOURNAL_DAYS
+from settled.queue.janitor import journal_seconds
 from settled.queue.manifest import Link
 from settled.spark.jobs import alerts
 from settled.spark.jobs.checks import check_report
@@ -111,7 +111,9 @@ def compute(
                 raise NotFound("queue", queue)
             tables = [table(spark, link, name, since, until, queue) for name in TABLES]
             lag, failing = (snapshot(spark, link, name, now, queue) for name in ("lag", "failing"))
-            pushed = query(link, "pushed", queue=queue, days=JOURNAL_DAYS) if hours is None else []
+            pushed = (
+                query(link, "pushed", queue=queue, days=journal_seconds() // 86_400) if hours is None else []
+            )
     else:
         folder, pushed = Path(source), []
         everything = {name: _exported(spark, folder, name, queue) for name in (*TABLES, "lag")}
