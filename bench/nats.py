@@ -1,6 +1,8 @@
 """Reading a stream: Settled beside the bare client and FastStream, on one server, in one run.
 
 python -m bench.nats [--messages 20000] [--rounds 3] [--batch 500]
+
+A batch of 0 leaves it to the default of each.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def _config(name: str, batch: int) -> ConsumerConfig:
         filter_subject="orders.new",
         ack_policy=AckPolicy.EXPLICIT,
         ack_wait=30,
-        max_ack_pending=4 * batch,
+        max_ack_pending=4 * (batch or 250),
     )
 
 
@@ -71,7 +73,7 @@ async def raw(url: str, name: str, count: int, batch: int) -> float:
     done = 0
     began = 0.0
     while done < count:
-        for message in await subscription.fetch(batch, timeout=5):
+        for message in await subscription.fetch(batch or 1, timeout=5):
             began = began or time.perf_counter()
             decode(message.data)
             await message.ack()
@@ -88,7 +90,7 @@ async def settled(url: str, name: str, count: int, batch: int) -> float:
     done, stop = 0, asyncio.Event()
     began = 0.0
 
-    @app.subscriber("orders.new", source=Durable(stream="ORDERS", consumer=name), buffer=batch)
+    @app.subscriber("orders.new", source=Durable(stream="ORDERS", consumer=name), buffer=batch or None)
     async def handle(order: Order) -> None:
         nonlocal done, began
         if not done:
@@ -109,7 +111,7 @@ async def settled_sync(url: str, name: str, count: int, batch: int) -> float:
     app = App(url)
     done, began = 0, 0.0
 
-    @app.subscriber("orders.new", source=Durable(stream="ORDERS", consumer=name), buffer=batch)
+    @app.subscriber("orders.new", source=Durable(stream="ORDERS", consumer=name), buffer=batch or None)
     def handle(order: Order) -> None:
         nonlocal done, began
         if not done:
@@ -134,7 +136,7 @@ async def faststream(url: str, name: str, count: int, batch: int) -> float:
         "orders.new",
         stream=JStream("ORDERS", declare=False),
         durable=name,
-        pull_sub=PullSub(batch_size=batch),
+        pull_sub=PullSub(batch_size=batch) if batch else PullSub(),
     )
     async def handle(order: OrderModel) -> None:
         nonlocal done, began
@@ -186,7 +188,8 @@ async def main(messages: int, rounds: int, batch: int) -> None:
                 await client.jetstream().delete_consumer("ORDERS", name)
         await client.close()
     base, other = (statistics.median(rates[name]) for name in ("raw nats-py", "FastStream"))
-    print(f"{messages} messages, batches of {batch}, {rounds} rounds, median (lowest - highest)")
+    size = batch or "the default size"
+    print(f"{messages} messages, batches of {size}, {rounds} rounds, median (lowest - highest)")
     for label, found in rates.items():
         rate = statistics.median(found)
         print(

@@ -62,8 +62,12 @@ class Policy:
     """Pause after a failed receive; tried again for ever."""
     receive_timeout: float = 0.3
     """How long one receive waits for a message."""
-    buffer: int = 1
-    """How many messages one receive may take."""
+    buffer: int | None = None
+    """How many messages one receive may take. None is one at first, and more while the handler is quick, up
+    to what the broker's transport has for it (`Capabilities.buffer`)."""
+    buffer_bytes: int = 16 * 1024 * 1024
+    """How many bytes of messages one receive may take, judged by the largest of the one before; one message
+    is taken whatever its size."""
     performers: int = 1
     """How many pumps run in parallel."""
     shutdown_grace: float = 10.0
@@ -81,8 +85,9 @@ class Policy:
             _check(name, getattr(self, name), bool, "True or False", lambda _: True)
         for name in _SECONDS:
             _check(name, getattr(self, name), (int, float), "0 or more seconds", lambda v: 0 <= v < math.inf)
-        for name in ("buffer", "performers"):
-            _check(name, getattr(self, name), int, "a whole number of at least 1", lambda v: v >= 1)
+        for name in ("buffer", "buffer_bytes", "performers"):
+            if name != "buffer" or self.buffer is not None:
+                _check(name, getattr(self, name), int, "a whole number of at least 1", lambda v: v >= 1)
         _check("unacceptable_limit", self.unacceptable_limit, int, "a whole number", lambda _: True)
         _check("delivery_limit", self.delivery_limit, int, "0 (off) or at least 1 delivery", lambda v: v >= 0)
         _check(
@@ -137,7 +142,8 @@ class PolicyOptions(TypedDict, total=False):
     empty_delay: float
     channel_failure_delay: float
     receive_timeout: float
-    buffer: int
+    buffer: int | None
+    buffer_bytes: int
     performers: int
     shutdown_grace: float
     extend_for: float

@@ -14,7 +14,9 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert (policy.dont_ack_delay, policy.requeue_count, policy.requeue_delay) == (1.0, -1, 0.0)
     assert (policy.unacceptable_limit, policy.unacceptable_window) == (0, None)
     assert (policy.empty_delay, policy.channel_failure_delay, policy.receive_timeout) == (0.5, 1.0, 0.3)
-    assert (policy.buffer, policy.performers, policy.shutdown_grace) == (1, 1, 10.0)
+    assert (policy.buffer, policy.buffer_bytes) == (None, 16 * 1024 * 1024)
+    assert (policy.performers, policy.shutdown_grace) == (1, 10.0)
+    assert (policy.backoff, policy.delivery_limit) == (None, 0)
     assert policy.on_error is OnError.NAK
     assert policy.auto_ack
     assert not policy.ack_on_delivery
@@ -31,6 +33,8 @@ def test_the_defaults_are_those_of_the_design() -> None:
         ("unacceptable_limit", 1.5),
         ("unacceptable_window", 0),
         ("buffer", 0),
+        ("buffer_bytes", 0),
+        ("delivery_limit", -1),
         ("performers", True),
         ("shutdown_grace", "10"),
         ("on_error", "explode"),

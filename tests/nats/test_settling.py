@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 import pytest
+from nats.aio.msg import Msg
 from nats.js.api import RetentionPolicy
 
 from settled import App, CloudEvent, Message
+from settled.transports.nats import feeds
 from tests.nats.conftest import Desk, running, until
 
 OnDesk = Callable[..., None]
@@ -140,6 +143,96 @@ def test_an_implicit_nak_waits_for_the_backoff_of_its_delivery(on_desk: OnDesk) 
         gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
         assert gaps == pytest.approx([0.3, 0.6, 0.9], abs=0.25)
         assert gaps[0] < gaps[1] < gaps[2]
+
+    on_desk(test)
+
+
+async def _requests(desk: Desk) -> list[dict[str, int]]:
+    """The pull requests that the server gets from now on."""
+    asked: list[dict[str, int]] = []
+
+    async def note(message: Msg) -> None:
+        asked.append(json.loads(message.data))
+
+    await desk.client.subscribe(f"$JS.API.CONSUMER.MSG.NEXT.{desk.stream}.>", cb=note)
+    return asked
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_without_a_word_on_the_buffer_a_quick_handler_is_given_many_at_a_time(
+    on_desk: OnDesk, kind: str
+) -> None:
+    """Defect P14: each message was asked for by itself."""
+
+    async def test(desk: Desk) -> None:
+        app, seen = desk.app(), []
+
+        def handle(order: Order) -> None:
+            seen.append(order.id)
+
+        async def handle_async(order: Order) -> None:
+            seen.append(order.id)
+
+        app.subscriber(desk.subject(), source=desk.durable())(handle if kind == "sync" else handle_async)
+        for number in range(400):
+            await desk.put(b'{"id": %d}' % number)
+        asked = await _requests(desk)
+        async with running(app):
+            await until(desk.settled)
+        assert seen == list(range(400))
+        assert max(request["batch"] for request in asked) > 16
+        assert len(asked) < 100
+
+    on_desk(test)
+
+
+def test_slow_handlers_of_two_apps_share_what_there_is(on_desk: OnDesk) -> None:
+    """Defect P14: what one buffers, the other cannot have."""
+
+    async def test(desk: Desk) -> None:
+        seen: dict[int, int] = {0: 0, 1: 0}
+
+        def worker(number: int) -> App:
+            app = desk.app()
+
+            @app.subscriber(desk.subject(), source=desk.durable())
+            async def handle(order: Order) -> None:
+                seen[number] += 1
+                await asyncio.sleep(0.2)
+
+            return app
+
+        async with running(worker(0)), running(worker(1)):
+            for number in range(12):
+                await desk.put(b'{"id": %d}' % number)
+            await until(desk.settled)
+        assert min(seen.values()) >= 4
+
+    on_desk(test)
+
+
+def test_a_batch_is_bounded_by_its_bytes_and_a_larger_message_comes_alone(
+    on_desk: OnDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "MOST_BYTES", 10_000)
+
+    async def test(desk: Desk) -> None:
+        app, seen = desk.app(), []
+
+        @app.subscriber(desk.subject(), source=desk.durable(), buffer=50)
+        async def handle(order: Order) -> None:
+            seen.append(order.id)
+
+        for number, size in enumerate([10, 4_000, 4_000, 4_000, 30_000, 30_000, 10]):
+            await desk.put(b'{"id": %d, "more": "%s"}' % (number, b"x" * size))
+        asked = await _requests(desk)
+        began = time.monotonic()
+        async with running(app):
+            await until(desk.settled)
+        assert seen == list(range(7))
+        assert time.monotonic() - began < 5
+        assert {request.get("max_bytes") for request in asked if request["batch"] > 1} == {10_000}
+        assert any(request["batch"] == 1 for request in asked)
 
     on_desk(test)
 
@@ -291,7 +384,7 @@ def test_a_confirmed_ack_is_at_the_server_when_it_returns(on_desk: OnDesk) -> No
     async def test(desk: Desk) -> None:
         app, found = desk.app(), []
 
-        @app.subscriber(desk.subject(), source=replace(desk.durable(), confirm=True))
+        @app.subscriber(desk.subject(), source=replace(desk.durable(), confirm=True), buffer=1)
         async def handle(message: Message[Order]) -> None:
             await message.ack()
             found.append((await desk.info()).num_ack_pending)

@@ -95,6 +95,7 @@ class Pump(Generic[C]):
             stopping=lambda: self._stop.rung > 0,
             log=self._log,
             can=lambda: self.channel.capabilities,
+            now=self._clock.now,
             until_idle=self._until_idle,
         )
 

@@ -160,6 +160,50 @@ class Strikes:
         return f"{self._limit} unacceptable messages{window}"
 
 
+class Room:
+    """How many messages the next receive may take.
+
+    Where the policy does not say, it takes one, and then twice as many each time, as long as a handler is
+    through with them in a tenth of a second: what waits here, others could have handled meanwhile.
+    """
+
+    def __init__(self, policy: Policy, can: Callable[[], Capabilities], now: Callable[[], float]) -> None:
+        self._policy = policy
+        self._can = can
+        self._now = now
+        self._quick = 1
+        self._size = 0
+        self._largest = 0
+        self._since = 0.0
+
+    def took(self, messages: Sequence[Delivery]) -> None:
+        """These came; the next question is asked when all of them are handled."""
+        self._size = len(messages)
+        self._largest = max(len(delivery.data) for delivery in messages)
+        self._since = self._now()
+
+    def limit(self) -> int:
+        """The number for the next receive."""
+        most = self._policy.buffer
+        if most is None:
+            most = min(self._can().buffer, self._judge())
+        if most == 1 or not self._largest:
+            return most
+        return max(1, min(most, self._policy.buffer_bytes // self._largest))
+
+    def _judge(self) -> int:
+        if self._size:
+            took, size, self._size = self._now() - self._since, self._size, 0
+            fitting = int(_BUFFER_LASTS * size / took) if took > 0 else 2 * self._quick
+            self._quick = max(1, min(fitting, 2 * self._quick, _MOST))
+        return self._quick
+
+
+# How long, in seconds, what one receive takes may keep a handler busy.
+_BUFFER_LASTS = 0.1
+_MOST = 1_000_000
+
+
 def pump(
     policy: Policy,
     *,
@@ -168,6 +212,7 @@ def pump(
     stopping: Callable[[], bool],
     log: SettlementLog,
     can: Callable[[], Capabilities],
+    now: Callable[[], float],
     until_idle: bool = False,
 ) -> Generator[Effect, Any, Stopped]:
     """Receive, handle and settle until told to stop, or until the limit is reached.
@@ -176,12 +221,15 @@ def pump(
     `until_idle` ends it at the first empty receive, for tests and one-off runs.
     """
     buffered: deque[Delivery] = deque()
-    receive = Receive(policy.buffer, 0 if until_idle else policy.receive_timeout)
+    receive = Receive(1, 0 if until_idle else policy.receive_timeout)
+    room = None if policy.buffer == 1 else Room(policy, can, now)
     stopped = Stopped(Status.STOPPED, "told to stop")
     # The way nearly all messages go is known beforehand: nothing to log, to count as a strike or to wait for.
     acks, leaves = (decide(RETURNED, policy) is one for one in (ACKED, LEFT))
     while not stopping():
         if not buffered:
+            if room is not None and (limit := room.limit()) != receive.limit:
+                receive = Receive(limit, receive.timeout)
             got: Sequence[Delivery] | BaseException = yield receive
             if isinstance(got, BaseException):
                 counts.receive_failed += 1
@@ -190,6 +238,8 @@ def pump(
             elif got:
                 counts.received += len(got)
                 buffered.extend(got)
+                if room is not None:
+                    room.took(got)
                 if policy.delivery_limit:
                     ended_by = yield from _reject_overdelivered(buffered, policy, counts, strikes, log)
                     if ended_by is not None:

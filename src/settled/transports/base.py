@@ -66,6 +66,9 @@ class Capabilities:
     """A lease can be started anew while the handler runs; False also where there is none that runs out."""
     wakes: bool = False
     """A receive that waits ends when a message arrives, so no pause is needed after an empty one."""
+    buffer: int = 1
+    """How many messages a receive may take where nobody says so. More than one only if it costs nothing to
+    give back what is behind a message that blocks, and if an ack waits for no other."""
     lanes: bool = False
     """Messages published with the same `lane` stay in order; where False, publish refuses a lane."""
     lease: float | None = None

@@ -16,6 +16,7 @@ from settled.transports.nats.feeds import NAK, ConsumerGone, Feed
 from settled.transports.nats.letters import Letter, Office
 from settled.transports.nats.sources import Consumer
 
+_BUFFER = 100
 # How long what nobody has tried yet is kept for this channel's next receive, before anyone may have it.
 _KEEP_FOR = 5.0
 # How long the next receive waits for the message it has to begin with.
@@ -39,12 +40,14 @@ class Reader(Protocol):
 def capabilities(consumer: Consumer | None) -> Capabilities:
     """What can be said of a consumer before the first message."""
     if consumer is None:
-        return Capabilities(wakes=True)
+        return Capabilities(wakes=True, buffer=_BUFFER)
     acks = consumer.ack_policy != "none"
     return Capabilities(
         nack=NackMeans.RELEASE if acks else NackMeans.NONE,
         extends=acks and consumer.settings.in_progress,
         wakes=True,
+        # Without acks what is buffered when the process ends is gone.
+        buffer=_BUFFER if acks else 1,
         lease=min(consumer.backoff, default=consumer.ack_wait),
         max_attempts=consumer.max_deliver,
     )

@@ -24,6 +24,8 @@ _OPEN_FOR = 2.0
 _GRACE = 0.25
 _DRAIN_TIMEOUT = 2.0
 _AT_ONCE = 0.02
+# A batch of more than one message is of so many bytes at most.
+MOST_BYTES = 16 * 1024 * 1024
 # How long nothing has to be pushed before the server is asked whether the consumer is still there.
 _QUIET = 10.0
 
@@ -109,6 +111,7 @@ class PullFeed:
         self._missing = 0
         self._expires = 0.0
         self._error: Exception | None = None
+        self._too_large = False
         self._woken = False
 
     async def take(self, limit: int, timeout: float) -> list[NatsDelivery]:
@@ -123,8 +126,11 @@ class PullFeed:
         # All of a batch, which the server sends in one go, is there when its end is announced.
         began = loop.time()
         until = began + (timeout or _GRACE)
-        while self._missing and not self._woken and (left := until - loop.time()) > 0:
-            await arrivals.wait(left)
+        await self._wait(until)
+        if self._too_large and not arrivals.messages:
+            # The next message is larger than a whole batch may be: alone it may be of any size.
+            await self._ask(1, _OPEN_FOR if timeout > 0 else 0)
+            await self._wait(until)
         if self._error is not None and not arrivals.messages:
             error, self._error = self._error, None
             raise error
@@ -132,6 +138,11 @@ class PullFeed:
             # Nothing, and that at once: whatever the reason, it must not become a busy loop.
             await arrivals.wait(_GRACE)
         return arrivals.take(limit)
+
+    async def _wait(self, until: float) -> None:
+        loop = asyncio.get_running_loop()
+        while self._missing and not self._woken and (left := until - loop.time()) > 0:
+            await self._arrivals.wait(left)
 
     async def _subscribe(self) -> None:
         client = self._connection.client
@@ -148,9 +159,11 @@ class PullFeed:
 
     async def _ask(self, limit: int, patience: float) -> None:
         self._request += 1
-        self._missing, self._error = limit, None
+        self._missing, self._error, self._too_large = limit, None, False
         # With no_wait the server ends the request as soon as it has sent what it has.
         wanted: dict[str, object] = {"batch": limit, "no_wait": True}
+        if limit > 1:
+            wanted["max_bytes"] = MOST_BYTES
         if patience > 0:
             wanted["expires"] = int(patience * 1e9)
         self._expires = asyncio.get_running_loop().time() + patience + _GRACE
@@ -181,6 +194,8 @@ class PullFeed:
             self._error = ConsumerGone(
                 f"nats: consumer {consumer} does not answer: {text or 'no responders'}"
             )
+        elif "MaxBytes" in text:
+            self._too_large = True
         elif status not in ("404", "408") and not _is_passing(text):
             self._error = FeedFailed(f"nats: consumer {consumer}: {status} {text}")
         self._arrivals.ring()
