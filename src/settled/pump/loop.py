@@ -179,7 +179,7 @@ class Room:
     def took(self, messages: Sequence[Delivery]) -> None:
         """These came; the next question is asked when all of them are handled."""
         self._size = len(messages)
-        self._largest = max(len(delivery.data) for delivery in messages)
+        self._largest = max([len(delivery.data) for delivery in messages])
         self._since = self._now()
 
     def limit(self) -> int:
