@@ -2,7 +2,7 @@
 
 from settled import App, Backoff, Message, defer_on_error
 
-app = App()
+app = App("memory://")
 
 
 @app.subscriber("orders", requeue_count=3, dead_letter="orders.dead")

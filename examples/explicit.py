@@ -10,7 +10,7 @@ class Order(msgspec.Struct):
     amount: float
 
 
-app = App()
+app = App("memory://")
 
 
 @app.subscriber("orders")

@@ -2,7 +2,7 @@
 
 from settled import App, feature_switch
 
-app = App()
+app = App("memory://")
 asked = 0
 
 

@@ -5,7 +5,7 @@ import time
 
 from settled import App
 
-app = App()
+app = App("memory://")
 handled: list[str] = []
 
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "adr"),
+]
+"""What a user reads; decisions tell nobody what to type."""
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 _INSTALL = re.compile(r"pip install (?:-e )?'?(?:settled|\.)(?:\[|'|$|`|\s)")
 
@@ -26,13 +30,18 @@ class Typed:
     """A block of commands, one of which installs Settled."""
 
     page: Path
-    line: int
+    lines: range
     steps: list[Step]
 
     @property
-    def name(self) -> str:
+    def requirement(self) -> str:
+        """What it installs, without the quotes: `settled[cli,nats]`."""
         install = next(step.command for step in self.steps if _INSTALL.search(step.command))
-        return f"{self.page.name}:{install.removeprefix('pip install ')}"
+        return install.removeprefix("pip install ").partition("#")[0].strip().strip("'")
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.name}:{self.requirement}"
 
 
 def name(page: Path) -> str:
@@ -65,15 +74,16 @@ def typed() -> list[Typed]:
         text = page.read_text()
         for block in _FENCE.finditer(text):
             if block[1] == "console" and _INSTALL.search(block[2]):
-                line = text.count("\n", 0, block.start()) + 2
-                found.append(Typed(page, line, steps(block[2])))
+                first = text.count("\n", 0, block.start()) + 2
+                lines = range(first, first + block[2].count("\n"))
+                found.append(Typed(page, lines, steps(block[2])))
     return found
 
 
-def install_lines() -> list[str]:
+def install_lines() -> list[tuple[Path, int, str]]:
     """Every place where the docs install Settled, in a block or not: page, number and line."""
     return [
-        f"{name(page)}:{number}: {line}"
+        (page, number, line)
         for page in PAGES
         for number, line in enumerate(page.read_text().splitlines(), 1)
         if _INSTALL.search(line)

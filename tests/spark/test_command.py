@@ -75,6 +75,21 @@ def test_a_handler_that_spark_cannot_run_is_told_before_it_starts(
         assert (code, text in output, output.count("\n")) == (1, True, 1), output
 
 
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+def test_results_of_a_handler_that_returns_none_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, future: str
+) -> None:
+    """Defect I3: 0 messages were pushed, and nobody said so."""
+    name = "returning_later" if future else "returning"
+    (tmp_path / f"{name}.py").write_text(f"{future}def charge(order: dict) -> None: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    where = ["--url", DSN, "--queue", "orders", "--group", "g"]
+    code, output = told("run", f"{name}:charge", *where, "--to", "invoices")
+    assert code == 1
+    assert "to: charge() is declared to return None, so nothing would go there" in output
+    assert output.count("\n") == 1
+
+
 def test_a_handlers_module_that_fails_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
