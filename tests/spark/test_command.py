@@ -39,7 +39,7 @@ def test_what_is_wrong_is_told_before_spark_starts(tmp_path: Path) -> None:
     for arguments, text in (
         (["export", str(tmp_path), "--url", DSN, "--format", "csv"], "must be parquet or delta, got 'csv'"),
         (["export", str(tmp_path), "--url", "nats://x"], "url: must be the queue's database"),
-        (["report", page, "--url", "http://x"], "or a NATS server, nats://…, got 'http://x'"),
+        (["report", page, "--url", "http://a:hush@x"], "or a NATS server, nats://…, got 'http://x'"),
         (["report", str(tmp_path / "a.json"), "--url", DSN], "must not end in .json"),
         (["report", str(tmp_path / "no" / "a.html"), "--url", DSN], "must be in a folder that is there"),
         (["report", page, "--url", DSN, "--hours", "0"], "hours: must be above 0"),

@@ -13,6 +13,7 @@ from settled.policy import Policy
 from settled.queue.errors import BadRequest
 from settled.signals import ConfigurationError
 from settled.spark.options import check_target, is_nats
+from settled.transports.urls import masked
 
 FORMATS = ("parquet", "delta")
 LONGEST = 1_000_000
@@ -24,7 +25,7 @@ def check_url(url: str, *, nats: bool) -> None:
     if not url.startswith(("postgresql://", "postgres://")) and not (nats and is_nats(url)):
         or_nats = ", or a NATS server, nats://…" if nats else ""
         hint = "must be the queue's database, postgresql://…, which `settled serve` prints"
-        raise BadRequest("url", url, f"{hint}{or_nats}")
+        raise BadRequest("url", masked(url), f"{hint}{or_nats}")
 
 
 def check_run(handler: Callable[..., Any], url: str, queue: str, group: str, to: str | None) -> None:
