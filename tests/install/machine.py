@@ -106,7 +106,7 @@ class Machine:
         return self._log[start:]
 
     def follow(self, step: Step, timeout: float = 600) -> None:
-        """Type a step of the docs; it must print the lines below it, in that order."""
+        """Type a step of the docs; it must print the lines below it."""
         command, start = self.real(step.command), len(self._log)
         if step.after is None:
             self.run(command, timeout)
@@ -130,14 +130,15 @@ class Machine:
             self._read(0.2)
 
     def _missing(self, expected: Sequence[str], start: int) -> str | None:
-        """The first of the lines that was not printed; `…` stands for anything."""
-        at, printed = 0, _PROMPT.sub("", self._log[start:])
+        """The first of the lines that was not printed; `…` stands for anything.
+
+        Their order is not looked at: programs in the background print when they like.
+        """
+        printed = _PROMPT.sub("", self._log[start:])
         for line in expected:
             pattern = ".*".join(map(re.escape, self.real(line.rstrip()).split("…")))
-            found = re.compile(f"^.*{pattern} *$", re.M).search(printed, at)
-            if found is None:
+            if re.search(f"^.*{pattern} *$", printed, re.M) is None:
                 return line
-            at = found.end()
         return None
 
     def _until_prompt(self, start: int, timeout: float) -> int:
