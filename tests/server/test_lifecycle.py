@@ -12,7 +12,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import urllib3
 from settled.queue.embedded import EmbeddedPostgres
 from settled.server.testing import RunningServer, running_server
 from tests.server.http import Http
+from tests.server.workers import one_connection, worker_of
 
 
 @pytest.fixture
@@ -235,6 +238,49 @@ def test_several_workers_share_the_work_and_a_dead_one_is_replaced() -> None:
         for i in range(20):
             Http(server.url).push("q", i)
         assert [m["data"] for m in http.pop("q", batch=50)["messages"]] == list(range(20))
+
+
+def test_connections_are_spread_over_the_workers() -> None:
+    """Defect Q1: of 60 that were opened at once one worker got up to 57."""
+
+    async def main(url: str) -> Counter[int]:
+        async with AsyncExitStack() as stack:
+            sessions = [await stack.enter_async_context(one_connection(url)) for _ in range(60)]
+            return Counter(await asyncio.gather(*map(worker_of, sessions)))
+
+    with running_server(workers=2) as server:
+        counts = asyncio.run(main(server.url))
+    assert sorted(counts.values())[0] >= 12, counts  # fair coins: once in a million less
+
+
+def test_a_worker_that_is_killed_swallows_no_connections() -> None:
+    """Defect Q1: each worker's socket is its own; the others serve on while it is started again."""
+    with running_server(workers=2) as server:
+        killed = Http(server.url)("GET", "/health").body["worker_id"]
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: _ended(killed))
+        for _ in range(30):
+            assert Http(server.url)("GET", "/health", patience=10).body["worker_id"] != killed
+
+
+def _ended(pid: int) -> bool:
+    """Whether a process is gone, or only waits for its parent to hear of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_second_server_on_the_port_of_several_workers_is_refused(home: Path) -> None:
+    """Defect Q1: workers share a port among themselves, with nobody else."""
+    with running_server(workers=2) as server:
+        port = server.url.rsplit(":", 1)[1]
+        command = [sys.executable, "-m", "settled.server.command", "serve", "--port", port, "--workers", "2"]
+        done = subprocess.run(
+            [*command, "--data", str(home)], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
 def wait_for(condition: Any, seconds: float = 20) -> None:

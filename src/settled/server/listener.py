@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from .config import BACKLOG
 from .protocol import Connection, Shared
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT = 60.0
 IDLE_TIMEOUT = 120.0
 UNREAD_TIMEOUT = 30.0
-BACKLOG = 2048
 FIRST_WORD = 0.25
 
 

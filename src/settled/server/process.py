@@ -20,7 +20,7 @@ import msgspec
 from settled.queue import sealing
 from settled.queue.embedded import EmbeddedError, EmbeddedPostgres
 
-from .config import BODY_LIMIT, CONFIG, GRACE, HOST, POP_LIMIT, PORT, Config, data_directory, default_workers
+from .config import BACKLOG, BODY_LIMIT, CONFIG, GRACE, HOST, POP_LIMIT, PORT, Config, data_directory, default_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,6 +133,28 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def share(sock: socket.socket) -> Callable[[], socket.socket]:
+    """How workers get the port of a bound socket: each call returns another socket for it.
+
+    On Linux the kernel then spreads new connections over the workers; with one socket for all, the first that
+    wakes up takes whatever waits. A worker's socket is its own, so it is closed when the worker dies.
+    """
+    if not sys.platform.startswith("linux"):  # elsewhere only the last of them would be served
+        sock.listen(BACKLOG)
+        return sock.dup
+    # Set after bind(), which therefore refused a port that was taken. This socket only keeps the port.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+    def another() -> socket.socket:
+        own = socket.socket(sock.family, socket.SOCK_STREAM)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        own.bind(sock.getsockname())
+        return own
+
+    return another
+
+
 async def _supervise(
     config: Config,
     count: int,
@@ -149,8 +171,7 @@ async def _supervise(
         if count == 1:
             await work(config, sock, ready, stop)
         else:
-            sock.listen(2048)
-            await _run_workers(config, count, sock, ready, stop)
+            await _run_workers(config, count, share(sock), ready, stop)
     finally:
         if keeper is not None:
             keeper.cancel()
@@ -196,13 +217,18 @@ class _Worker:
 
 
 async def _run_workers(
-    config: Config, count: int, sock: socket.socket, ready: Callable[[], None], stop: asyncio.Event
+    config: Config,
+    count: int,
+    another: Callable[[], socket.socket],
+    ready: Callable[[], None],
+    stop: asyncio.Event,
 ) -> None:
     lifeline, held = os.pipe()
     children: dict[int, _Worker] = {}
 
     async def launch(index: int) -> None:
-        children[index] = child = _Worker(msgspec.structs.replace(config, index=index), sock, lifeline)
+        with another() as sock:
+            children[index] = child = _Worker(msgspec.structs.replace(config, index=index), sock, lifeline)
         try:
             started = await asyncio.wait_for(asyncio.to_thread(child.wait_ready), START_WITHIN)
         except TimeoutError:
