@@ -28,11 +28,19 @@ def one_connection(url: str) -> aiohttp.ClientSession:
 async def on_each_worker(url: str, workers: int) -> AsyncIterator[list[aiohttp.ClientSession]]:
     """A session on each of so many workers."""
     async with AsyncExitStack() as stack:
-        found: dict[int, aiohttp.ClientSession] = {}
-        for _ in range(CONNECTIONS):
-            session = await stack.enter_async_context(one_connection(url))
-            found.setdefault(await worker_of(session), session)
-            if len(found) == workers:
-                break
-        assert len(found) == workers, f"{CONNECTIONS} connections reached {len(found)} of {workers} workers"
-        yield [found[pid] for pid in sorted(found)]
+        yield [own[0] for own in await pinned(stack, url, workers, 1)]
+
+
+async def pinned(
+    stack: AsyncExitStack, url: str, workers: int, each: int
+) -> list[list[aiohttp.ClientSession]]:
+    """So many sessions of one connection on each worker."""
+    found: dict[int, list[aiohttp.ClientSession]] = {}
+    for _ in range(CONNECTIONS * each):
+        session = await stack.enter_async_context(one_connection(url))
+        own = found.setdefault(await worker_of(session), [])
+        if len(own) < each:
+            own.append(session)
+        if len(found) == workers and all(len(own) == each for own in found.values()):
+            return [found[pid] for pid in sorted(found)]
+    raise AssertionError(f"connections reached {len(found)} of {workers} workers")
