@@ -20,7 +20,18 @@ import msgspec
 from settled.queue import sealing
 from settled.queue.embedded import EmbeddedError, EmbeddedPostgres
 
-from .config import BACKLOG, BODY_LIMIT, CONFIG, GRACE, HOST, POP_LIMIT, PORT, Config, data_directory, default_workers
+from .config import (
+    BACKLOG,
+    BODY_LIMIT,
+    CONFIG,
+    GRACE,
+    HOST,
+    POP_LIMIT,
+    PORT,
+    Config,
+    data_directory,
+    default_workers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
