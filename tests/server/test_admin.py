@@ -283,7 +283,7 @@ def test_an_ack_names_what_it_did(http: Http, queue: str) -> None:
     assert body == {
         "index": 0, "transactionId": message["transactionId"], "success": True, "message": "acknowledged",
         "error": None, "queueName": queue, "partitionName": "Default", "leaseReleased": True, "dlq": False,
-        "retryCount": 0,
+        "retryCount": 0, "noop": False,
     }  # fmt: skip
 
 

@@ -457,3 +457,10 @@ def test_a_long_body_is_413(http: Http) -> None:
     answer = http("POST", "/api/v1/push", raw=body)
     assert answer.status == 413
     assert answer.body["limit"] == 16 * 1024 * 1024
+
+
+def test_a_payload_that_is_no_base64_is_refused_whatever_its_characters(http: Http, queue: str) -> None:
+    for text in ("a", "é", "\U0001f600"):
+        item = {"queue": queue, "contentType": "text/plain", "encoding": "base64", "payload": text}
+        answer = http("POST", "/api/v1/push", {"items": [item]})
+        assert (answer.status, answer.body["field"]) == (400, "items[0].payload")

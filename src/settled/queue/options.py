@@ -93,6 +93,8 @@ def parse_options(queue: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             parsed[name] = fields[name].default
             continue
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # 5.0 is an integer in JSON
         parsed[name] = value
         if name == "retry":
             if value not in ("in_order", "parked"):

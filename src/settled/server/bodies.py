@@ -6,6 +6,22 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
+from .schemas import (
+    ITEMS_LIMIT,
+    KEYS_LIMIT,
+    Delay,
+    Extension,
+    Headers,
+    Key,
+    LeaseId,
+    Milliseconds,
+    Name,
+    OptionalName,
+    Options,
+    Timestamp,
+    Uuid,
+)
+
 # The default of a Raw field: `Raw(b"null")` would keep the API document from being made.
 ABSENT: Any = None
 Status = Literal["completed", "success", "failed", "retry", "dlq"]
@@ -21,42 +37,42 @@ class PushItem(Body):
     A `contentType` other than JSON takes a string: the text itself, or base64 where `encoding` says so.
     """
 
-    queue: str
-    partition: str | None = None
+    queue: Name
+    partition: Name | None = None
     payload: Raw = ABSENT
     data: Raw = ABSENT
-    transaction_id: str | None = None
-    trace_id: str | None = None
-    headers: dict[str, str] | None = None
-    delay_seconds: float | None = None
-    content_type: str | None = None
+    transaction_id: Name | None = None
+    trace_id: Uuid | None = None
+    headers: Headers | None = None
+    delay_seconds: Delay | None = None
+    content_type: Name | None = None
     encoding: Literal["base64"] | None = None
 
 
 class PushBody(Body):
     """POST /api/v1/push."""
 
-    items: list[PushItem]
+    items: Annotated[list[PushItem], Meta(extra_json_schema={"maxItems": ITEMS_LIMIT})]
 
 
 class AckBody(Body):
     """POST /api/v1/ack."""
 
-    transaction_id: str
-    partition_id: str
-    lease_id: str | None = None
+    transaction_id: Name
+    partition_id: Uuid
+    lease_id: OptionalName | None = None
     status: Status | None = None
-    consumer_group: str | None = None
+    consumer_group: OptionalName | None = None
     error: str | None = None
-    delay_seconds: float | None = None
+    delay_seconds: Delay | None = None
     release_rest: bool | None = None
 
 
 class AckBatchBody(Body):
     """POST /api/v1/ack/batch: `atomic: false` settles item by item."""
 
-    acknowledgments: list[AckBody]
-    consumer_group: str | None = None
+    acknowledgments: Annotated[list[AckBody], Meta(extra_json_schema={"maxItems": ITEMS_LIMIT})]
+    consumer_group: OptionalName | None = None
     atomic: bool = True
 
 
@@ -71,8 +87,10 @@ class AckOperation(AckBody, tag_field="type", tag="ack"):
 class TransactionBody(Body):
     """POST /api/v1/transaction; `kv` and `timers`, which Queen MQ 2.x has, are refused, never ignored."""
 
-    operations: list[PushOperation | AckOperation]
-    required_leases: list[str] | None = None
+    operations: Annotated[
+        list[PushOperation | AckOperation], Meta(extra_json_schema={"minItems": 1, "maxItems": ITEMS_LIMIT})
+    ]
+    required_leases: list[LeaseId] | None = None
     kv: None = None
     timers: None = None
 
@@ -80,7 +98,7 @@ class TransactionBody(Body):
 class ExtendBody(Body):
     """POST /api/v1/lease/{leaseId}/extend."""
 
-    seconds: float | None = None
+    seconds: Extension | None = None
 
 
 class ConfigureBody(Body):
@@ -90,10 +108,10 @@ class ConfigureBody(Body):
     is reset.
     """
 
-    queue: str
-    namespace: str | None = None
-    task: str | None = None
-    options: dict[str, Any] | None = None
+    queue: Name
+    namespace: OptionalName | None = None
+    task: OptionalName | None = None
+    options: Options | None = None
     mode: Literal["merge", "replace"] | None = None
 
 
@@ -102,7 +120,7 @@ class SeekBody(Body):
 
     to_end: bool | None = None
     to_beginning: bool | None = None
-    timestamp: str | None = None
+    timestamp: Timestamp | None = None
 
 
 class DeadLettersBody(
@@ -113,34 +131,34 @@ class DeadLettersBody(
     `error` is a part of the error's text. A call does `limit`; `after` is the `next` of the last call.
     """
 
-    queue: str | None = None
-    partition: str | None = None
-    group: str | None = None
-    since: str | None = None
-    until: str | None = None
-    error: str | None = None
-    ids: list[str] | None = None
+    queue: Name | None = None
+    partition: Name | None = None
+    group: Name | None = None
+    since: Timestamp | None = None
+    until: Timestamp | None = None
+    error: Name | None = None
+    ids: list[Uuid] | None = None
     all: bool = False
     limit: Annotated[int, Meta(ge=1, le=1000)] | None = None
-    after: str | None = None
+    after: Uuid | None = None
     dry_run: bool = False
 
 
 class SubscriptionBody(Body):
     """POST /api/v1/consumer-groups/{group}/subscription."""
 
-    subscription_timestamp: str
+    subscription_timestamp: Timestamp
 
 
 class TraceBody(Body):
     """POST /api/v1/traces."""
 
-    transaction_id: str
-    partition_id: str
+    transaction_id: Name
+    partition_id: Uuid
     data: Raw
-    consumer_group: str | None = None
-    event_type: str | None = None
-    trace_names: list[str] | str | None = None
+    consumer_group: OptionalName | None = None
+    event_type: OptionalName | None = None
+    trace_names: list[Name] | Name | None = None
 
 
 class SwitchBody(Body):
@@ -152,48 +170,48 @@ class SwitchBody(Body):
 class StreamQueryBody(Struct, gc=False):
     """POST /streams/v1/queries."""
 
-    name: str
-    source_queue: str
-    config_hash: str
-    sink_queue: str | None = None
+    name: Name
+    source_queue: Name
+    config_hash: Name
+    sink_queue: OptionalName | None = None
     reset: bool = False
 
 
 class StateGetBody(Struct, gc=False):
     """POST /streams/v1/state/get."""
 
-    query_id: str
-    partition_id: str
-    keys: list[str] | None = None
-    key_prefix: str | None = None
-    ripe_at_or_before: int | None = None
+    query_id: Uuid
+    partition_id: Uuid
+    keys: Annotated[list[Key], Meta(extra_json_schema={"maxItems": KEYS_LIMIT})] | None = None
+    key_prefix: Key | None = None
+    ripe_at_or_before: Milliseconds | None = None
 
 
 class StateOp(Struct, gc=False):
     """One change of a stream's state."""
 
     type: Literal["upsert", "delete"]
-    key: str
+    key: Key
     value: Raw = ABSENT
 
 
 class CycleAck(Body):
     """The ack of a stream cycle: everything up to this message."""
 
-    transaction_id: str
-    lease_id: str | None = None
+    transaction_id: Name
+    lease_id: OptionalName | None = None
     status: Status | None = None
-    count: int | None = None
+    count: float | None = None
     error: str | None = None
 
 
 class CycleBody(Struct, gc=False):
     """POST /streams/v1/cycle."""
 
-    query_id: str
-    partition_id: str
-    consumer_group: str | None = None
+    query_id: Uuid
+    partition_id: Uuid
+    consumer_group: OptionalName | None = None
     release_lease: bool = True
-    state_ops: list[StateOp] | None = None
-    push_items: list[PushItem] | None = None
+    state_ops: Annotated[list[StateOp], Meta(extra_json_schema={"maxItems": KEYS_LIMIT})] | None = None
+    push_items: Annotated[list[PushItem], Meta(extra_json_schema={"maxItems": ITEMS_LIMIT})] | None = None
     ack: CycleAck | None = None

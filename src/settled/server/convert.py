@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 import uuid
 from functools import lru_cache
@@ -15,16 +14,13 @@ from settled.queue.types import JSON, QUEUE_MODE, AckItem, AckOp, PushItem, Push
 
 from .exchange import bad
 from .parse import NAME_LIMIT, name, uuid_of
+from .schemas import DELAY_LIMIT, HEADER_VALUE_LIMIT, HEADERS_LIMIT, ITEMS_LIMIT
 
 if TYPE_CHECKING:
     from msgspec import Raw
 
     from . import bodies
 
-ITEMS_LIMIT = 10_000
-HEADERS_LIMIT = 64
-HEADER_VALUE_LIMIT = 8192
-DELAY_LIMIT = 366 * 86_400
 UUID_SIZE = 36
 NULL = b"null"
 DONE = (None, "completed", "success")
@@ -92,7 +88,7 @@ def _payload(item: bodies.PushItem, payload: Raw | bytes, field: str) -> Raw | b
         return text.encode()
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error, or a character that is not ASCII
         raise bad(f"{field}.payload", f"must be base64: {error}") from error
 
 

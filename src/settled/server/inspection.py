@@ -412,7 +412,7 @@ class Inspection:
             bytes(body.data),
             names=[name(each, "traceNames") for each in names[:100]],
             event_type=name(body.event_type or "info", "eventType"),
-            group=None if body.consumer_group is None else name(body.consumer_group, "consumerGroup"),
+            group=name(body.consumer_group, "consumerGroup") if body.consumer_group else None,
         )
         return ok({"success": True, "traceId": note}, 201)
 

@@ -25,7 +25,6 @@ from settled.queue.types import (
 from . import answers, bodies, spliced
 from .convert import (
     DONE,
-    ITEMS_LIMIT,
     NULL,
     ack_item,
     ack_items,
@@ -37,6 +36,7 @@ from .convert import (
 from .exchange import Answer, HttpError, Request, bad, ok
 from .openapi import Time
 from .parse import decode, name, pop_query
+from .schemas import ITEMS_LIMIT, LEASE_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from .router import Reply
 
 PAUSE = 1.0
-LEASE_LIMIT = 86_400
 
 _push = msgspec.json.Decoder(bodies.PushBody)
 _ack = msgspec.json.Decoder(bodies.AckBody)

@@ -11,6 +11,8 @@ import msgspec
 
 from settled._version import __version__
 
+from .schemas import NAME, OPTIONAL_NAME, RULES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 _PARAMETER = re.compile(r"{(\w+)}")
 _NOT_WORD = re.compile(r"\W+")
-_UUIDS = frozenset({"partitionId", "id"})
+_UUID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 # Bodies that may be left out.
 _OPTIONAL = frozenset({"ExtendBody"})
 # A time with its offset.
@@ -159,10 +161,13 @@ class Parameter(NamedTuple):
     low: int | None = None
     high: int | None = None
     choices: tuple[str, ...] = ()
+    told: Mapping[str, Any] = {}
 
     def schema(self) -> dict[str, Any]:
-        """Its JSON schema."""
-        schema: dict[str, Any] = {"type": self.kind}
+        """Its JSON schema; text without choices is a name unless `told` says otherwise."""
+        schema: dict[str, Any] = {"type": self.kind, **self.told}
+        if self.kind == "string" and not self.told and not self.choices:
+            schema |= OPTIONAL_NAME
         if self.low is not None:
             schema["minimum"] = self.low
         if self.high is not None:
@@ -185,6 +190,8 @@ def document(routes: Iterable[Route]) -> bytes:
         raise ValueError(f"a body and an answer must not have the same name: {', '.join(sorted(both))}")
     for schema in given.values():
         _always(schema)
+    for name in RULES:
+        taken[name] |= RULES[name]
     left = iter(shapes)
     error = next(left)
     paths: dict[str, dict[str, Any]] = {}
@@ -257,6 +264,8 @@ def _responses(route: Route, shape: Any, error: Any, refused: dict[int, Any]) ->
 
 
 def _path_schema(name: str) -> dict[str, Any]:
-    if name in _UUIDS:
+    if name == "id":
+        return {"type": "string", "pattern": f"^(dlq:)?{_UUID}$"}
+    if name == "partitionId":
         return {"type": "string", "format": "uuid"}
-    return {"type": "string", "minLength": 1, "maxLength": 255}
+    return {"type": "string", **NAME}

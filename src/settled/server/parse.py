@@ -26,6 +26,7 @@ PARTITIONS_LIMIT = 1000
 TIMEOUT_LIMIT = 3_600_000
 LIMIT = 1000
 OFFSET = 2**31 - 1
+FIRST, LAST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
 AUTOPILOT_BATCH = 200
 AUTOPILOT_PARTITIONS = 10
 QUEUE_MODE = "__QUEUE_MODE__"
@@ -131,6 +132,8 @@ def choices(type_: Any, where: str) -> list[str]:
 
 
 def _members(part: inspect.Type) -> Sequence[inspect.Type]:
+    if isinstance(part, inspect.Metadata):
+        return _members(part.type)
     return part.types if isinstance(part, inspect.UnionType) else (part,)
 
 
@@ -176,6 +179,8 @@ def timestamp(value: str, field: str) -> datetime:
 
     >>> timestamp("2024-01-15", "from").isoformat()
     '2024-01-15T00:00:00+00:00'
+    >>> timestamp("0001-01-01", "from").isoformat()
+    '1970-01-01T00:00:00+00:00'
     """
     try:
         # A "+" of an offset that a client did not quote arrives as a space.
@@ -184,9 +189,11 @@ def timestamp(value: str, field: str) -> datetime:
         raise bad(
             field, f"must be an ISO 8601 time such as 2026-01-31T12:00:00Z, got {value[:64]!r}"
         ) from None
-    # Postgres and the arithmetic of time zones both end somewhere; this is well inside.
-    if not 1970 <= moment.year <= 9000:
-        raise bad(field, f"must be a year between 1970 and 9000, got {moment.year}")
+    # Postgres and the arithmetic of time zones both end somewhere; no message is older or newer than these.
+    if moment.year < FIRST.year:
+        return FIRST
+    if moment.year > LAST.year:
+        return LAST
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 

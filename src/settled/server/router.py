@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     Shortcut = Callable[[Request, Reply], bool]
 
 FOUND_LIMIT = 4096
-SEGMENT_LIMIT = 1024
+# A name of 255 characters, each of four bytes, percent-encoded.
+SEGMENT_LIMIT = 255 * 4 * 3
 POPS = b"/api/v1/pop"
 SEE = {"routes": "/openapi.json", "health": "/health", "metrics": "/metrics", "about": "/"}
 # Routes of newer versions of Queen MQ, by what they are: its clients should hear that they are not here.

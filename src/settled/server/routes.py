@@ -11,6 +11,7 @@ from .openapi import Answered, Delivery, Parameter, PushedItem, PushFailed
 from .parse import SUBSCRIPTION_MODES
 from .queues import Groups, Queues
 from .router import Route
+from .schemas import START, TIME
 from .streams import Streams
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _POP = (
         "Where a new group starts: all (or from_beginning), or new (or new-only).",
         choices=tuple(SUBSCRIPTION_MODES),
     ),
-    P("subscriptionFrom", "string", "Where a new group starts: now, or an ISO 8601 time."),
+    P("subscriptionFrom", "string", "Where a new group starts: now, or an ISO 8601 time.", told=START),
     P("autopilot", "boolean", "Let the server choose batch and partitions; implies releaseRest."),
     P("releaseRest", "boolean", "A nack gives back what is unsettled of its partition's batch."),
 )
@@ -47,8 +48,8 @@ _PAGE = (
     P("offset", "integer", "Rows to skip.", 0, 2**31 - 1),
 )
 _SPAN = (
-    P("from", "string", "From this ISO 8601 time."),
-    P("to", "string", "Up to this ISO 8601 time; of a date, to its end."),
+    P("from", "string", "From this ISO 8601 time.", told=TIME),
+    P("to", "string", "Up to this ISO 8601 time; of a date, to its end.", told=TIME),
 )
 _QUEUE = P("queue", "string", "Only this queue.")
 _PARTITION = P("partition", "string", "Only this partition.")
@@ -220,7 +221,7 @@ def routes(engine: Engine, m: Messages, push: Endpoint, sys: System, openapi: En
             A(inspection.Journal, (404, 409)),
             (
                 _QUEUE,
-                P("partitionId", "string", "Of this partition."),
+                P("partitionId", "string", "Of this partition.", told={"format": "uuid"}),
                 P("transactionId", "string", "Of this message."),
                 _PAGE[0],
             ),

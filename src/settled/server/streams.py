@@ -14,12 +14,10 @@ from .convert import partition_id, push_items
 from .exchange import Answer, Request, bad, ok
 from .openapi import Time
 from .parse import decode, name
+from .schemas import KEY_LIMIT, KEYS_LIMIT
 
 if TYPE_CHECKING:
     from settled.queue.engine import Engine
-
-KEYS_LIMIT = 10_000
-KEY_LIMIT = 4096
 
 _query = msgspec.json.Decoder(bodies.StreamQueryBody)
 _state = msgspec.json.Decoder(bodies.StateGetBody)
@@ -99,7 +97,7 @@ class Streams:
             partition_id(body.partition_id, "partition_id"),
             keys=[_key(key, "keys") for key in keys],
             key_prefix=None if not body.key_prefix else _key(body.key_prefix, "key_prefix"),
-            ripe_at_or_before=body.ripe_at_or_before,
+            ripe_at_or_before=None if body.ripe_at_or_before is None else int(body.ripe_at_or_before),
         )
         shown = [{"key": row.key, "value": Raw(row.value), "updated_at": row.updated_at} for row in rows]
         return ok({"success": True, "rows": shown})
@@ -149,7 +147,7 @@ def _ack(ack: bodies.CycleAck) -> CycleAck:
         name(ack.transaction_id, "ack.transactionId"),
         ack.lease_id or None,
         ack.status or "completed",
-        ack.count,
+        None if ack.count is None else int(ack.count),
         ack.error,
     )
 
