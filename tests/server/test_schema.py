@@ -26,8 +26,12 @@ CHECKS = [not_a_server_error, content_type_conformance, status_code_conformance,
 LEFT_OUT = ("/api/v1/system/maintenance", "/api/v1/system/maintenance/pop")
 EXAMPLES = 15
 MAKES = {("post", "/api/v1/push"), ("post", "/api/v1/traces")}
-# Rules between parameters, which OpenAPI has no words for; the summaries tell them.
-UNTOLD = ("namespace or task is required", "transactionId: needs its partitionId")
+# OpenAPI has no words for rules between parameters, nor for a value that an earlier answer gave.
+UNTOLD = (
+    "namespace or task is required",
+    "transactionId: needs its partitionId",
+    "after: must be the `next`",
+)
 LOST = "0" * 8 + "-0000-4000-8000-" + "0" * 12
 
 

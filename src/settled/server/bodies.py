@@ -139,8 +139,8 @@ class DeadLettersBody(
     error: Name | None = None
     ids: list[Uuid] | None = None
     all: bool = False
-    limit: Annotated[int, Meta(ge=1, le=1000)] | None = None
-    after: Uuid | None = None
+    limit: Annotated[float, Meta(ge=1, le=1000)] | None = None
+    after: str | None = None
     dry_run: bool = False
 
 

@@ -274,7 +274,7 @@ class DeadLetters:
 
     async def one(self, request: Request) -> Answer:
         """GET /api/v1/dlq/{id}."""
-        letter = await self._engine.dead_letter(partition_id(request.segments[0], "id"))
+        letter = await self._engine.dead_letter(letter_id(request.segments[0]))
         return ok(answers.dead_letter(letter))
 
     async def retry_many(self, request: Request) -> Answer:
@@ -300,7 +300,7 @@ class DeadLetters:
             raise bad(
                 "body", "must name queue, partition, consumerGroup, error, from, to or ids, or all: true"
             )
-        limit = body.limit if body.limit is not None else 500
+        limit = int(body.limit) if body.limit is not None else 500
         done = await work(chosen, limit=limit, after=body.after, dry_run=body.dry_run)
         return ok(
             {
