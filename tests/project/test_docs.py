@@ -16,7 +16,7 @@ import settled
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NEED_A_SERVER = {"queue.md", "nats.md", "router.md", "spark.md"}
+NEED_A_SERVER = {"queue.md", "from-queen.md", "nats.md", "router.md", "spark.md"}
 """Their blocks are run by tests beside the part they describe."""
 
 

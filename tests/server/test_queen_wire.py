@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,3 +262,14 @@ def test_a_consumer_of_the_peer_that_drops_its_batch_after_a_nack_goes_on_at_onc
     asyncio.run(consume())
     assert seen == [0, 1, 2, 3, 4]
     assert time.monotonic() - began < 20
+
+
+def test_the_example_for_who_comes_from_the_peer_runs(server: RunningServer) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "from-queen.md").read_text()
+    [source] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    source = source.replace("http://127.0.0.1:6632", server.url)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "handled 1" in done.stdout
