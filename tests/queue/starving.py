@@ -54,7 +54,9 @@ select l.name, g.name as grp, coalesce(c.xmin::text, '') as version
   from settled.queue q join settled.lane l on l.queue_id = q.id
  cross join settled.consumer_group g
   left join settled.consumer c on c.lane_id = l.id and c.group_id = g.id
- where q.name = $1 and g.name in ('work', 'replay')
+  left join settled.subscription s on s.queue_id = q.id and s.group_id = g.id
+ where (c.lane_id is not null or s.starts_at is null or l.newest_at > s.starts_at)
+   and q.name = $1 and g.name in ('work', 'replay')
    and l.next_seq > greatest(coalesce(c.cursor, 0), l.first_seq)
    and (c.lease_until is null or c.lease_until <= clock_timestamp())
    and not exists (select from settled.exception e
