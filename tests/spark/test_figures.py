@@ -86,6 +86,7 @@ def test_the_page_balances_its_books_and_tells_how_to_go_on() -> None:
     assert '<td class="n" data-name="lost">?</td>' in page
     assert "<b>502</b><span>messages a second</span>" in page
     assert "<code>letter-1</code>, <code>letter-9</code>" in page
+    assert "<code>settled dlq show letter-9</code>" in page
     command = "settled pipeline redrive --queue 'my orders' --group g --error 'bank .* is away' --dry-run"
     assert f"<code>{html.escape(command)}</code>" in page
     assert "never; over the limit for 2 min at most" in page

@@ -16,6 +16,10 @@ FEW = 5
 """So few points are drawn with their value."""
 COLOURS = {"acked": "#2f7d5b", "retried": "#d9932b", "released": "#7a8aa0", "dead": "#b8383d"}
 LINES = {"p50": "#2f7d5b", "p90": "#d9932b", "p99": "#b8383d"}
+NEXT = (
+    " The commands, with <code>SETTLED_URL</code> set, show a letter and count all like it; without "
+    "<code>--dry-run</code> those are sent again."
+)
 WORDS = {
     "acked": "acknowledged",
     "retried": "failed, and came again",
@@ -63,6 +67,7 @@ def render(figures: dict[str, Any]) -> str:
             "#2f7d5b",
         ),
         "DEAD": _dead(figures["dead_letters"]["errors"], on_nats=bool(figures.get("streams"))),
+        "NEXT": "" if figures.get("streams") else NEXT,
         "OWNERS": section(figures.get("owners", [])),
         "LAG_AT": escape(_when(figures["lag_at"])),
         "LAG": _lag(figures["lag"]),
@@ -402,20 +407,18 @@ def _dead(errors: list[dict[str, Any]], *, on_nats: bool) -> str:
 
 
 def _error(e: dict[str, Any], *, on_nats: bool) -> str:
-    """An error, the letters that have it, and the command that goes on from there."""
+    """An error, the letters that have it, and the commands that go on from there."""
     ids = e.get("ids", [])
     parts = [f"<b>{escape(e['error'])}</b>", f"<small>for example: {escape(e['example'] or '')}</small>"]
     if ids:
         which = "letter" if len(ids) == 1 else "first and last letter"
         parts.append(f"<small>{which}: {', '.join(f'<code>{escape(one)}</code>' for one in ids)}</small>")
-    if on_nats:
-        command = f"nats stream get SETTLED_DEAD_LETTERS {ids[-1]}" if ids else ""
-    else:
+    look = "nats stream get SETTLED_DEAD_LETTERS" if on_nats else "settled dlq show"
+    commands = [f"{look} {ids[-1]}"] if ids else []
+    if not on_nats:
         chosen = ("--queue", e["queue"], "--group", e["consumer_group"], "--error", pattern_of(e["error"]))
-        command = shlex.join(["settled", "pipeline", "redrive", *chosen, "--dry-run"])
-    if command:
-        parts.append(f"<code>{escape(command)}</code>")
-    return "<br>".join(parts)
+        commands.append(shlex.join(["settled", "pipeline", "redrive", *chosen, "--dry-run"]))
+    return "<br>".join([*parts, *(f"<code>{escape(command)}</code>" for command in commands)])
 
 
 def pattern_of(error: str) -> str:
