@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import signal
@@ -186,6 +187,31 @@ def test_each_message_has_one_result_after_kills_with_failures_by_chance(
             break
     assert sorted(msgspec.json.decode(m.data)["invoice"] for m in stall.all(target)) == list(range(800))
     assert stall.totals(stream)["acked"] == 800
+
+
+def test_a_task_that_is_repeated_doubts_what_it_may_have_published(
+    spark: SparkSession, stall: Stall, run: Run, tmp_path: Path
+) -> None:
+    """Defect S17: a process dies after 1,000 results are published, and one of those fails next time."""
+    stream, target, killed = stall.stream(), stall.stream(), tmp_path / "killed"
+    stall.consumer(stream, max_deliver=-1, backoff=[0.01])
+    stall.put(stream, [{"id": i} for i in range(1500)])
+
+    def fragile(order: dict[str, Any]) -> dict[str, Any]:
+        if order["id"] == 1200 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if order["id"] == 5 and killed.exists() and not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            raise OSError("the bank is away")
+        return {"invoice": order["id"]}
+
+    for doubtful in (1, 0):
+        rows = read_queue(spark, url=stall.url, stream=stream, consumer="g", tasks=1)
+        run(rows.transform(attempt(fragile)), to=f"{target}.out", where=str(tmp_path / "checkpoint"))
+        assert [(one.first, one.end) for one in stall.books(stream).doubts] == [(6, 7)] * doubtful
+    results = [msgspec.json.decode(m.data)["invoice"] for m in stall.all(target)]
+    assert sorted(results) == list(range(1500))
 
 
 def result(tenant: str, provider: str) -> dict[str, Any]:
