@@ -16,7 +16,7 @@ from settled.queue.errors import Conflict
 from settled.spark.source import SettledSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pyspark.sql import SparkSession
 
@@ -25,7 +25,7 @@ LARGEST = 100_000_000
 _LEFT_OUT = {"__pycache__", "node_modules"}
 
 
-def send(spark: SparkSession, module: str, files: Iterable[str] = ()) -> list[str]:
+def send(spark: SparkSession, module: str, files: Sequence[str] = ()) -> list[str]:
     """Give executors what the handler's module needs; returns the names of the modules that were sent.
 
     On one machine its processes find the same modules as this one, and nothing is sent. `files` are the
@@ -35,7 +35,10 @@ def send(spark: SparkSession, module: str, files: Iterable[str] = ()) -> list[st
     master = context.master if context is not None else ""
     local = master.startswith("local") and not master.startswith("local-cluster")
     parts = [] if local else own_parts(module)
-    sent = [*files, *([_archive(module, parts)] if parts else [])]
+    # Over Spark Connect a single module is not found unless it is in an archive.
+    packed = [*parts, *(Path(file) for file in files if file.endswith(".py"))]
+    sent = [file for file in files if not file.endswith(".py")]
+    sent += [_archive(module, packed)] if packed else []
     for file in sent:
         if context is None:
             spark.addArtifacts(file, pyfile=True)
