@@ -35,6 +35,7 @@ _ENGINE_HELP = {
     "ready_lanes": "Partitions that may have messages to hand out, by group.",
     "waiting_pops": "Pops that wait for a message.",
     "remembered_ids": "Transaction ids kept in memory to find duplicates.",
+    "forgotten_ids_total": "Transaction ids dropped from memory before their window ended.",
     "cached_segment_bytes": "Messages kept in memory, in bytes.",
     "failed_retry_messages_total": "Messages that failed and come again.",
     "failed_dlq_messages_total": "Messages that became dead letters.",
