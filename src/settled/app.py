@@ -121,6 +121,10 @@ class App:
         """
         if not isinstance(channel, str) or not channel:
             raise ConfigurationError(f"subscriber: channel must be a name, got {channel!r}")
+        if channel in (dead_letter, invalid):
+            raise ConfigurationError(
+                f"subscriber {channel!r}: it would read its own dead letters; name another channel for them"
+            )
         unknown = options.keys() - PolicyOptions.__annotations__.keys()
         if unknown:
             known = ", ".join(PolicyOptions.__annotations__)

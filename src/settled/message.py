@@ -121,6 +121,12 @@ class Delivery:
             found, self.settled_as = getattr(self, "settled_as", otherwise), None
             return found
 
+    def renew(self) -> None:
+        """It was given back and is handed out once more: as new, and to be counted anew."""
+        self.settled = self.handled = False
+        if hasattr(self, "settled_as"):
+            del self.settled_as
+
     def reopen(self) -> None:
         """The settle call failed: the broker does not know of it, so another may try."""
         self.settled = False
@@ -214,6 +220,8 @@ class Message(Generic[T]):
 
     def release(self) -> Awaitable[None]:
         """Given back: anyone may have it, and no attempt is counted where the broker allows that."""
+        # Whoever gives it back has tried it, unlike a pump that gives back what it has buffered.
+        self._delivery.handled = True
         return self._settler.settle(self._delivery, _NACK)
 
     def term(self, reason: str | None = None) -> Awaitable[None]:

@@ -80,6 +80,13 @@ def test_a_signature_that_cannot_work_is_refused_when_decorated_with_the_fix(han
     assert app.subscriptions == []
 
 
+@pytest.mark.parametrize("option", ["dead_letter", "invalid"])
+def test_a_subscriber_may_not_read_its_own_dead_letters(option: str) -> None:
+    """Defect P15: what it rejects would come again, as a letter of a letter of a letter."""
+    with pytest.raises(ConfigurationError, match="'orders': it would read its own dead letters"):
+        App().subscriber("orders", **{option: "orders"})  # type: ignore[arg-type]
+
+
 def test_message_of_a_type_is_explicit_and_a_type_alone_is_implicit() -> None:
     app = App()
 

@@ -19,6 +19,35 @@ class Order(msgspec.Struct):
     id: int
 
 
+def test_what_is_released_by_hand_goes_back_to_the_server_for_anyone(on_desk: OnDesk) -> None:
+    """Defect P4: it was kept, and handled again by the same consumer at once."""
+
+    async def test(desk: Desk) -> None:
+        first, second = desk.app(), desk.app()
+        seen: list[tuple[str, int]] = []
+
+        @first.subscriber(desk.subject(), source=desk.durable(), dont_ack_delay=30)
+        async def release(message: Message[dict[str, int]]) -> None:
+            seen.append(("first", message.attempt))
+            await message.release()
+
+        @second.subscriber(desk.subject(), source=desk.durable())
+        async def ack(message: Message[dict[str, int]]) -> None:
+            seen.append(("second", message.attempt))
+            await message.ack()
+
+        await desk.put()
+        async with running(first):
+            await until(lambda: len(seen) == 1)
+            async with running(second):
+                await until(desk.settled)
+        assert seen == [("first", 1), ("second", 2)]
+        counts = first.status().counts
+        assert (counts.nacked, counts.left, counts.acked) == (1, 0, 0)
+
+    on_desk(test)
+
+
 def test_dont_ack_gives_the_message_back_and_what_was_behind_it_after_it(on_desk: OnDesk) -> None:
     async def test(desk: Desk) -> None:
         app, seen = desk.app(), []

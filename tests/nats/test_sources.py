@@ -239,6 +239,34 @@ def test_a_durable_consumer_that_is_deleted_is_reported_until_it_is_back(on_desk
     on_desk(test)
 
 
+@pytest.mark.parametrize("how", ["raise", "nak", "release"])
+def test_what_fails_under_ack_policy_none_is_not_said_to_come_again(
+    on_desk: OnDesk, log: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Defect P10: it counted as requeued, and was gone."""
+
+    async def test(desk: Desk) -> None:
+        app = desk.app()
+
+        async def fail(order: dict[str, int]) -> None:
+            raise ValueError("no")
+
+        async def settle(message: Message[dict[str, int]]) -> None:
+            await (message.nak() if how == "nak" else message.release())
+
+        source = desk.durable(ack_policy=AckPolicy.NONE)
+        app.subscriber(desk.subject(), source=source)(fail if how == "raise" else settle)
+        await desk.put()
+        async with running(app):
+            await until(lambda: app.status().counts.received == 1)
+            await until(lambda: "was acknowledged on delivery and does not come again" in log.text)
+        counts = app.status().counts
+        assert (counts.requeued, counts.nacked, counts.acked) == (0, 0, 0)
+        assert counts.settle_failed == (how == "raise")
+
+    on_desk(test)
+
+
 @pytest.mark.parametrize(("policy", "word"), [(AckPolicy.NONE, "none"), (AckPolicy.ALL, "all")])
 def test_what_the_server_ignores_in_silence_is_said_once_at_the_start(
     on_desk: OnDesk, caplog: pytest.LogCaptureFixture, policy: AckPolicy, word: str

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from settled.message import Delivery
 from settled.settlement import Reason, Reject, one_line
-from settled.transports.base import Capabilities, NackMeans, Source
+from settled.transports.base import Capabilities, LeaseLost, NackMeans, Source
 from settled.transports.nats.advisories import OURS
 from settled.transports.nats.connection import Connection, logger
 from settled.transports.nats.delivery import NatsDelivery
@@ -127,6 +127,7 @@ class NatsChannel:
             # Nobody has tried it, and every delivery counts here: giving it back could be the death of it.
             self._keep_back([mine])
             return
+        self._check(mine, consumer)
         if consumer.exhausted(mine.attempt):
             await self._exhaust(mine, consumer, "released")
             return
@@ -138,6 +139,7 @@ class NatsChannel:
 
     async def requeue(self, delivery: Delivery, delay: float | None) -> None:
         mine, consumer = self._mine(delivery)
+        self._check(mine, consumer)
         if consumer.exhausted(mine.attempt):
             await self._exhaust(mine, consumer, "failed")
             return
@@ -191,7 +193,7 @@ class NatsChannel:
         self._kept = ready[limit:]
         self._keep_back([])
         for delivery in ready[:limit]:
-            delivery.reopen()
+            delivery.renew()
         return ready[:limit]
 
     async def _give_back(self) -> None:
@@ -212,6 +214,15 @@ class NatsChannel:
 
     async def _tell(self, mine: NatsDelivery, what: bytes) -> None:
         await self._connection.sending.publish(mine.reply, what)
+
+    @staticmethod
+    def _check(mine: NatsDelivery, consumer: Consumer) -> None:
+        """The server takes a nak under AckPolicy none, and ignores it."""
+        if consumer.ack_policy == "none":
+            raise LeaseLost(
+                f"message {mine.id!r}: consumer {consumer.stream}/{consumer.name} has AckPolicy none: it was "
+                "acknowledged on delivery and does not come again"
+            )
 
     def _mine(self, delivery: Delivery) -> tuple[NatsDelivery, Consumer]:
         if not isinstance(delivery, NatsDelivery) or self._consumer is None:
