@@ -123,7 +123,7 @@ def test_a_lane_read_from_redis_keeps_its_order_when_the_bridge_is_killed(
                 Outgoing(subject=queue, data=b"%d" % number, id=f"m{number}", headers=headers)
             )
 
-        await carry_with_kills(dsn, queue, 4_000, (url, dsn, "--from", queue), put)
+        await carry_with_kills(dsn, queue, 4_500, (url, dsn, "--from", queue), put)
         await transport.close()
 
     asyncio.run(asyncio.wait_for(main(), 240))
