@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 MAX_DELAY = 366 * 86_400
 MOVE = 500
-LOOK_EVERY = 1.0
+LOOK_EVERY = 0.25
+"""Seconds: another worker may have scheduled something that comes sooner than all there was."""
 
 
 def check_delay(item: PushItem) -> None:
@@ -76,9 +77,11 @@ class Scheduler:
             self._soon.clear()
             pause = LOOK_EVERY
             try:
-                while await self.move() == MOVE and not self._core.stopping.is_set():
-                    pass
                 due = await self._core.pool.fetchval(sql("scheduled_next"))
+                if due is not None and due <= self._core.clock.now():
+                    while await self.move() == MOVE and not self._core.stopping.is_set():
+                        pass
+                    due = await self._core.pool.fetchval(sql("scheduled_next"))
                 if due is not None:
                     pause = min(pause, max(0.001, due - self._core.clock.now()))
             except Unavailable:
