@@ -28,7 +28,8 @@ LEASES = 20_000
 LANES = 2_000
 """Leases and unleased lanes that one round checks; of more, the next round checks others."""
 SHARE = 10
-"""A queue is read as a whole for at most one part in so many of the time."""
+PAUSE = 0.4
+"""After a queue was read as a whole it rests so many times as long, but no longer than this, in seconds."""
 
 
 class Auditor:
@@ -239,7 +240,7 @@ class Auditor:
                 ready.stale = False
                 began = loop.time()
                 await self._ready.read(ready)
-                ready.read_again = loop.time() + SHARE * (loop.time() - began)
+                ready.read_again = loop.time() + min(PAUSE, SHARE * (loop.time() - began))
 
     async def _fetch(self, name: str, *args: Any) -> list[Any]:
         async with self._one:
