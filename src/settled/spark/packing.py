@@ -35,7 +35,6 @@ def send(spark: SparkSession, module: str, files: Sequence[str] = ()) -> list[st
     master = context.master if context is not None else ""
     local = master.startswith("local") and not master.startswith("local-cluster")
     parts = [] if local else own_parts(module)
-    # Over Spark Connect a single module is not found unless it is in an archive.
     packed = [*parts, *(Path(file) for file in files if file.endswith(".py"))]
     sent = [file for file in files if not file.endswith(".py")]
     sent += [_archive(module, packed)] if packed else []
