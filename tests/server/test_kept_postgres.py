@@ -68,7 +68,7 @@ def test_a_stop_before_it_listens_says_so_and_leaves_no_postgres(
         wait_for(lambda: (home / "postgres.new").exists() or servers_of(home))
         server.send_signal(number)
         out, err = server.communicate(timeout=60)
-    assert (server.returncode, out) == (code, "")
+    assert (server.returncode, out) == (code, ""), err
     assert err == "settled: stopped before it listened\n"
     assert servers_of(home) == []
 

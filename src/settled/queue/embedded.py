@@ -432,7 +432,8 @@ class EmbeddedPostgres:
             try:
                 code = child.wait()
             except BaseException:
-                os.killpg(child.pid, signal.SIGKILL)  # with the programs that it has started
+                with suppress(ProcessLookupError):  # it may have ended just then
+                    os.killpg(child.pid, signal.SIGKILL)  # with the programs that it has started
                 child.wait()
                 raise
             out.seek(0)

@@ -75,8 +75,9 @@ def serve(
         embedded = None
         if dsn is None:
             announce(f"starting Postgres in {home}")
-            with _terminable():
-                embedded = EmbeddedPostgres.start(home)
+            # Until the loop has handlers of its own: Postgres is to be stopped whenever a signal comes.
+            stack.enter_context(_terminable())
+            embedded = EmbeddedPostgres.start(home)
             stack.callback(embedded.stop)
         from .worker import run  # takes a while, and there is something to read now
 
