@@ -206,6 +206,7 @@ class Run:
                 continue
             del self.waiting[number]
             await self.work(rng, group, got, lease, acks)
+        self.waiting.pop(number, None)  # who has gone waits for nothing
 
     async def work(
         self, rng: random.Random, group: str, got: list[Got], lease: int, acks: Sequence[Client]
