@@ -56,7 +56,7 @@ select l.name, g.name as grp, coalesce(c.xmin::text, '') as version
   left join settled.consumer c on c.lane_id = l.id and c.group_id = g.id
   left join settled.subscription s on s.queue_id = q.id and s.group_id = g.id
  where (c.lane_id is not null or s.starts_at is null or l.newest_at > s.starts_at)
-   and q.name = $1 and g.name in ('work', 'replay')
+   and q.name = $1 || '-' || g.name and g.name in ('work', 'replay')
    and l.next_seq > greatest(coalesce(c.cursor, 0), l.first_seq)
    and (c.lease_until is null or c.lease_until <= clock_timestamp())
    and not exists (select from settled.exception e
@@ -182,6 +182,10 @@ class Run:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     finish: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def of(self, group: str) -> str:
+        """A group's own queue: workers read all of a queue again after a seek, which would hide a miss."""
+        return f"{self.queue}-{group}"
+
     async def produce(self, number: int, clients: Sequence[Client]) -> None:
         """Push a few messages now and then; sometimes to every partition, sometimes nothing for a while."""
         counter = itertools.count()
@@ -190,7 +194,8 @@ class Run:
                 ids = [f"{number}-{next(counter)}" for _ in range(self.rng.choice((1, 1, 2, 7)))]
                 self.pushed.update(ids)
                 partition = f"p{self.rng.randrange(PARTITIONS)}"
-                await self.rng.choice(clients).push(self.queue, partition, ids)
+                for group in (WORK, REPLAY):
+                    await self.rng.choice(clients).push(self.of(group), partition, ids)
             await asyncio.sleep(self.rng.choice((0.005, 0.03, 0.1, 0.4)))
 
     async def consume(self, number: int, group: str, mine: Client, acks: Sequence[Client]) -> None:
@@ -200,7 +205,7 @@ class Run:
             self.waiting.setdefault(number, (group, self.time))
             wait = rng.choice((0, 0.5, 2)) if number % 2 else rng.choice((1, 2))
             lease = rng.choice((2, 60, 300))
-            got = await mine.pop(self.queue, group, rng.choice((1, 3, 10)), wait, lease)
+            got = await mine.pop(self.of(group), group, rng.choice((1, 3, 10)), wait, lease)
             if not got:
                 await asyncio.sleep(rng.random() * 0.05)
                 continue
@@ -239,7 +244,7 @@ class Run:
             await asyncio.sleep(self.rng.random())
             with suppress(QueueError):
                 to = self.rng.choice(("beginning", "recent", "recent", "end"))
-                await self.rng.choice(clients).seek(self.queue, REPLAY, to)
+                await self.rng.choice(clients).seek(self.of(REPLAY), REPLAY, to)
 
     async def check(self, dsn: str, clients: Sequence[Client]) -> None:
         """Compare who waits with what the tables have, for ever."""
@@ -282,8 +287,9 @@ async def run(
 ) -> Run:  # fmt: skip
     """One run over workers: consumer i pops through `pops[i]`, and settles through any of `acks`."""
     one = Run(f"q-{uuid.uuid4().hex[:12]}", random.Random(seed))
-    await probes[-1].configure(one.queue)
-    await probes[0].push(one.queue, "p0", ["first"])
+    for group in (WORK, REPLAY):
+        await probes[-1].configure(one.of(group))
+        await probes[0].push(one.of(group), "p0", ["first"])
     one.pushed.add("first")
     tasks = [asyncio.create_task(one.check(dsn, probes))]
     tasks += [
