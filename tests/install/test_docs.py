@@ -58,7 +58,7 @@ def test_what_a_page_tells_to_type_works(block: Typed, released: Path) -> None:
     serve = server_of(page, [step.command for step in block.steps])
     with serve() as place, machine(released, place.variables) as user:
         prepare(user, place.replaced)
-        user.write({**files(README), **files(NATS), **files(block.page)})
+        user.write({**files(NATS), **files(README), **files(block.page)})
         for step in block.steps:
             user.follow(step)
 
